@@ -1,0 +1,582 @@
+"""What minigpt promises, each promise checked against something that is not minigpt's code.
+
+    python -m pytest
+
+Eight devices are simulated on the CPU and the models are tiny; no network is used.
+"""
+import csv
+import json
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+
+jax.config.update('jax_platforms', 'cpu')
+jax.config.update('jax_num_cpu_devices', 8)
+
+from flax import nnx
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+import minigpt
+
+SCRIPT = pathlib.Path(minigpt.__file__)
+MESHES = ['1,1', '8,1', '4,2', '2,4', '1,8']
+VOCAB = 300   # padded to 384
+SIZES = dict(maxlen=16, embed_dim=32, num_heads=8, feed_forward_dim=32, num_transformer_blocks=2)
+TINY = [f'--{name}={value}' for name, value in SIZES.items()]
+
+
+def tiny_model(mesh='1,1', seed=0, vocab_size=VOCAB, **changes):
+    minigpt.create_mesh(mesh)
+    settings = dict(SIZES, dropout=0.0, dtype=jnp.dtype('float32')) | changes
+    return minigpt.create_model(seed, vocab_size, **settings)
+
+
+def random_ids(shape, vocab_size=VOCAB, seed=0):
+    return np.random.default_rng(seed).integers(0, vocab_size, shape).astype(np.int32)
+
+
+def logits(model, ids_BT):
+    """Logits by whole matrices, on one device: (B, T, V), real vocabulary only."""
+    x_BTD, _ = model(minigpt.to_devices(ids_BT))
+    return np.asarray(x_BTD) @ np.asarray(model.output_layer[...])[:VOCAB].T
+
+
+def run_steps(mesh, steps=4, batch_size=8, accum_steps=1, dropout=0.0, **changes):
+    """[(loss, grad_norm), ...] and the trained model of a few steps on random windows."""
+    model = tiny_model(mesh, dropout=dropout, **changes)
+    optimizer = minigpt.create_optimizer(
+        model, minigpt.create_schedule(1e-2, 2, steps), weight_decay=0.1, clip_norm=1.0)
+    out = []
+    for step in range(steps):
+        ids_BS = minigpt.to_devices(random_ids((batch_size, SIZES['maxlen'] + 1), seed=step))
+        model, optimizer, metrics = minigpt.train_step(
+            model, optimizer, ids_BS, jax.random.key(7), vocab_size=VOCAB,
+            accum_steps=accum_steps, dropout=dropout > 0)
+        out.append((float(metrics['loss']), float(metrics['grad_norm'])))
+    return np.array(out), model
+
+
+def parse(*arguments):
+    """The flags as `main` sees them."""
+    flags = minigpt.flags.FLAGS
+    flags.unparse_flags()
+    for name in flags.flags_by_module_dict()['minigpt']:
+        name.unparse()
+    minigpt.parse_flags(['minigpt.py', *arguments])
+    return flags
+
+
+def train(workdir, *arguments):
+    minigpt.train(parse(*TINY, f'--workdir={workdir}', '--tokenizer=bytes', *arguments))
+    return list(csv.DictReader(open(pathlib.Path(workdir) / 'metrics.csv')))
+
+
+def cli(*arguments, cwd=None, **env):
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], cwd=cwd, capture_output=True,
+                          text=True, timeout=600, env=os.environ | {'JAX_PLATFORMS': 'cpu'} | env)
+
+
+def write_text(path, stories=60, seed=0):
+    rng = np.random.default_rng(seed)
+    words = 'the cat sat on a mat and saw one red ball near old trees'.split()
+    text = '<|endoftext|>'.join(' '.join(rng.choice(words, 12)) + '.\n' for _ in range(stories))
+    path.write_text(text, encoding='utf-8')
+    return path
+
+
+# ---- The model ----------------------------------------------------------------------------------
+
+def numpy_forward(model, ids_T):
+    """The whole model for one row, in plain float64 NumPy loops over heads: (T, D)."""
+    get = lambda variable: np.asarray(variable[...], np.float64)
+
+    def norm(layer, x):
+        centred = x - x.mean(-1, keepdims=True)
+        scaled = centred / np.sqrt((centred ** 2).mean(-1, keepdims=True) + 1e-6)
+        return scaled * get(layer.scale) + get(layer.bias)
+
+    T = len(ids_T)
+    x = get(model.embedding_layer.token_emb)[ids_T] + get(model.embedding_layer.pos_emb)[:T]
+    for block in model.transformer_blocks:
+        h = norm(block.norm1, x)
+        qkv, out = get(block.qkv.kernel), get(block.out.kernel)
+        for head in range(qkv.shape[2]):
+            q, k, v = (h @ qkv[:, i, head] for i in range(3))
+            for t in range(T):
+                scores = np.array([q[t] @ k[s] for s in range(t + 1)]) / math.sqrt(q.shape[1])
+                weights = np.exp(scores) / np.exp(scores).sum()
+                x[t] += (weights @ v[:t + 1]) @ out[head]
+        x = x + np.maximum(norm(block.norm2, x) @ get(block.up.kernel), 0) @ get(block.down.kernel)
+    return norm(model.norm, x)
+
+
+@pytest.mark.parametrize('mesh', ['1,1', '4,2'])
+def test_the_forward_pass_is_that_of_plain_numpy(mesh):
+    model = tiny_model(mesh)
+    # larger weights than at the start, so that attention is far from uniform
+    model = jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, model)
+    ids_BT = random_ids((4, 16))
+    x_BTD, _ = jax.jit(lambda model, ids: minigpt.gather(model)(ids))(model, minigpt.to_devices(ids_BT))
+    for row in range(2):
+        np.testing.assert_allclose(x_BTD[row], numpy_forward(model, ids_BT[row]), atol=2e-4)
+
+
+def test_a_later_token_changes_nothing_before_it_and_an_earlier_one_does():
+    model = tiny_model()
+    ids = random_ids((1, 16))
+    changed = ids.copy()
+    changed[0, 9] = (changed[0, 9] + 1) % VOCAB
+    before, after = logits(model, ids)[0], logits(model, changed)[0]
+    np.testing.assert_array_equal(before[:9], after[:9])
+    assert (np.abs(before[9:] - after[9:]).max(-1) > 1e-6).all()
+
+
+def test_parameters_are_float32_and_split_over_the_whole_mesh():
+    model = tiny_model('4,2')
+    for a in jax.tree.leaves(model):
+        assert a.dtype == jnp.float32
+        assert a.addressable_shards[0].data.size == (a.size // 8 if a.ndim > 1 else a.size) or \
+            a.shape == (16, 32)   # positions are not split over `model`
+    model = tiny_model('4,2', fsdp=False)
+    assert model.output_layer[...].addressable_shards[0].data.shape == (192, 32)
+
+
+def test_bfloat16_compute_stays_near_float32():
+    exact, _ = run_steps('1,1', steps=2)
+    coarse, _ = run_steps('1,1', steps=2, dtype=jnp.dtype('bfloat16'))
+    np.testing.assert_allclose(coarse[:, 0], exact[:, 0], atol=0.02)
+
+
+# ---- The loss and the step ----------------------------------------------------------------------
+
+@pytest.mark.parametrize('mesh', MESHES)
+def test_fused_loss_and_gradients_are_those_of_optax_on_whole_logits(mesh):
+    minigpt.create_mesh(mesh)
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(8, 12, 32)), rng.normal(size=(384, 32))
+    x, w, y = x.astype(np.float32), w.astype(np.float32), random_ids((8, 12))
+
+    def whole(x, w):
+        return optax.softmax_cross_entropy_with_integer_labels(x @ w[:VOCAB].T, y).mean()
+
+    x_BTD, y_BT = jax.device_put(x, P('batch', None, None)), jax.device_put(y, P('batch', None))
+    w_VD = jax.device_put(w, P('model', None))
+    fused = jax.jit(jax.value_and_grad(
+        lambda x, w: 3 * minigpt.cross_entropy(x, w, y_BT, VOCAB), argnums=(0, 1)))
+    loss, grads = fused(x_BTD, w_VD)
+    with jax.default_device(jax.devices()[0]), jax.set_mesh(jax.make_mesh((1,), ('x',))):
+        true_loss, true_grads = jax.value_and_grad(whole, argnums=(0, 1))(x, w)
+    np.testing.assert_allclose(loss, 3 * true_loss, rtol=1e-6)
+    for found, true in zip(grads, true_grads):
+        np.testing.assert_allclose(found, 3 * np.asarray(true), atol=1e-6)
+    assert not np.asarray(grads[1])[VOCAB:].any()   # padded rows learn nothing
+
+
+def test_loss_is_the_numpy_cross_entropy_of_each_next_token():
+    model = tiny_model()
+    ids_BS = random_ids((2, 17))
+    z = logits(model, ids_BS[:, :-1]).astype(np.float64)
+    true = [[np.log(np.exp(z[b, t]).sum()) - z[b, t, ids_BS[b, t + 1]] for t in range(16)] for b in range(2)]
+    loss = minigpt.loss_fn(model, minigpt.to_devices(ids_BS), VOCAB)
+    np.testing.assert_allclose(loss, np.mean(true), rtol=1e-6)
+    found_B = minigpt.eval_step(model, minigpt.to_devices(ids_BS), vocab_size=VOCAB)
+    np.testing.assert_allclose(found_B, np.mean(true, axis=1), rtol=1e-6)
+
+
+def test_the_untrained_loss_is_near_ln_of_the_real_vocabulary():
+    (loss, _), = run_steps('1,1', steps=1)[0]
+    assert abs(loss - math.log(VOCAB)) < 0.1
+
+
+def test_losses_are_the_same_on_every_mesh():
+    losses = {mesh: run_steps(mesh)[0] for mesh in MESHES}
+    losses['4,2 without fsdp'] = run_steps('4,2', fsdp=False)[0]
+    for mesh, found in losses.items():
+        np.testing.assert_allclose(found, losses['1,1'], atol=1e-5, err_msg=mesh)
+    assert losses['1,1'][0, 0] != losses['1,1'][1, 0]
+
+
+@pytest.mark.parametrize('mesh', ['1,1', '4,2'])
+def test_micro_batches_change_neither_loss_nor_gradient(mesh):
+    one, _ = run_steps(mesh, steps=3, batch_size=16)
+    four, _ = run_steps(mesh, steps=3, batch_size=16, accum_steps=4)
+    np.testing.assert_allclose(four, one, atol=1e-5)
+
+
+def test_the_step_is_clipped_adamw_on_the_written_schedule():
+    model = tiny_model()
+    ids_BS = random_ids((4, 17))
+    peak, warmup, total, decay = 0.01, 3, 8, 0.1
+    rates = [peak * (step + 1) / (warmup + 1) if step < warmup else
+             peak * (0.1 + 0.9 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup))) / 2)
+             for step in range(total)]
+    schedule = minigpt.create_schedule(peak, warmup, total)
+    np.testing.assert_allclose([schedule(step) for step in range(total)], rates, rtol=1e-5)
+
+    grad = jax.jit(jax.grad(lambda model: minigpt.loss_fn(model, minigpt.to_devices(ids_BS), VOCAB)))
+    optimizer = minigpt.create_optimizer(model, schedule, decay, clip_norm=0.05)
+    p = [np.asarray(a, np.float64) for a in jax.tree.leaves(model)]
+    m, v = [0 * a for a in p], [0 * a for a in p]
+    for step in range(3):
+        g = [np.asarray(a, np.float64) for a in jax.tree.leaves(grad(model))]
+        norm = math.sqrt(sum((a ** 2).sum() for a in g))
+        model, optimizer, metrics = minigpt.train_step(
+            model, optimizer, minigpt.to_devices(ids_BS), jax.random.key(0), vocab_size=VOCAB,
+            accum_steps=1, dropout=False)
+        np.testing.assert_allclose(metrics['grad_norm'], norm, rtol=1e-4)
+        assert norm > 0.05   # so that clipping is at work
+        for i, a in enumerate(g):
+            a = a * 0.05 / norm
+            m[i], v[i] = 0.9 * m[i] + 0.1 * a, 0.95 * v[i] + 0.05 * a ** 2
+            update = m[i] / (1 - 0.9 ** (step + 1)) / (np.sqrt(v[i] / (1 - 0.95 ** (step + 1))) + 1e-8)
+            p[i] = p[i] - rates[step] * (update + (decay * p[i] if p[i].ndim > 1 else 0))
+        sure = [np.abs(a) > 1e-5 for a in g]   # Adam turns rounding noise near 0 into whole steps
+        for found, true, where in zip(jax.tree.leaves(model), p, sure):
+            np.testing.assert_allclose(np.asarray(found)[where], true[where], atol=2e-5)
+        p = [np.asarray(a, np.float64) for a in jax.tree.leaves(model)]
+
+
+def test_dropout_acts_in_training_alone_and_differs_from_step_to_step():
+    ids_BS = minigpt.to_devices(random_ids((4, 17)))
+    model = tiny_model(dropout=0.5)
+    losses = [float(minigpt.loss_fn(model, ids_BS, VOCAB, jax.random.key(i))) for i in (0, 0, 1)]
+    off = float(minigpt.loss_fn(model, ids_BS, VOCAB))
+    assert losses[0] == losses[1] != losses[2] and off not in losses
+    assert off == float(minigpt.loss_fn(tiny_model(dropout=0.0), ids_BS, VOCAB))
+    assert np.isclose(float(minigpt.eval_step(model, ids_BS, vocab_size=VOCAB).mean()), off)
+    frozen = [minigpt.create_optimizer(model, lambda step: 0.0, 0, 1) for _ in range(1)][0]
+    seen = []
+    for _ in range(2):   # the same windows and parameters, another step
+        model, frozen, metrics = minigpt.train_step(
+            model, frozen, ids_BS, jax.random.key(0), vocab_size=VOCAB, accum_steps=2, dropout=True)
+        seen.append(float(metrics['loss']))
+    assert seen[0] != seen[1]
+
+
+# ---- Sampling -----------------------------------------------------------------------------------
+
+def counting_model(tokenizer, mesh='1,1', sharpness=8.0, **changes):
+    """A model whose next token is known: the one numbered one higher, whatever the position."""
+    model = tiny_model(mesh, vocab_size=tokenizer.n_vocab, **changes)
+    vectors = np.random.default_rng(0).choice([-1.0, 1.0], model.output_layer.shape).astype(np.float32)
+    put = lambda old, new: jax.device_put(jnp.asarray(new, jnp.float32), old[...].sharding)
+    for block in model.transformer_blocks:
+        block.out.kernel[...] = put(block.out.kernel, np.zeros(block.out.kernel.shape))
+        block.down.kernel[...] = put(block.down.kernel, np.zeros(block.down.kernel.shape))
+    embedding = model.embedding_layer
+    embedding.token_emb[...] = put(embedding.token_emb, vectors)
+    embedding.pos_emb[...] = put(embedding.pos_emb, np.zeros(embedding.pos_emb.shape))
+    following = np.roll(vectors, 1, axis=0) * sharpness
+    following[tokenizer.n_vocab:] = 100 * vectors.sum(0)   # padded ids shout, and must not be heard
+    model.output_layer[...] = put(model.output_layer, following)
+    return model
+
+
+def write(model, tokenizer, prompt='', **changes):
+    options = dict(num_samples=1, max_new_tokens=0, top_k=10, temperature=1.0, seed=0) | changes
+    return minigpt.generate_text(model, tokenizer, prompt, SIZES['maxlen'], **options)
+
+
+@pytest.mark.parametrize('mesh', MESHES)
+def test_a_model_whose_next_token_is_known_writes_it(mesh):
+    tokenizer = minigpt.load_tokenizer('bytes')
+    model = counting_model(tokenizer, mesh)
+    for temperature in (0.0, 1.0):
+        assert write(model, tokenizer, 'abc', temperature=temperature) == ['abcdefghijklmno']
+    assert write(model, tokenizer, 'ab', max_new_tokens=3) == ['abcde']
+    assert write(model, tokenizer, 'ab', num_samples=3) == ['abcdefghijklmno'] * 3
+
+
+def test_it_stops_at_end_of_text_and_writes_nothing_after_it():
+    tokenizer = minigpt.load_tokenizer('words', ['yes', 'no'])   # ids 256, 257; end-of-text 258
+    model = counting_model(tokenizer)
+    assert write(model, tokenizer, 'yes', temperature=0.0) == ['yesno']
+    assert write(model, tokenizer, 'yes', num_samples=2, temperature=0.5) == ['yesno'] * 2
+
+
+def test_cached_decoding_gives_the_logits_of_the_full_forward_pass():
+    model = jax.tree.map(lambda a: a * 4 if a.ndim > 1 else a, tiny_model('2,4'))
+    ids_BT = random_ids((2, 16))
+
+    @jax.jit
+    def both(model, ids_BT):
+        model = minigpt.gather(model)
+        full, _ = model(ids_BT)
+        _, caches = model(ids_BT.at[:, 5:].set(0))   # a prompt of 5, and what pads it
+        steps = []
+        for index in range(5, 16):
+            x_B1D, caches = model(ids_BT[:, index:index + 1], caches, index)
+            steps.append(x_B1D)
+        return full[:, 5:], jnp.concatenate(steps, 1)
+
+    full, cached = both(model, minigpt.to_devices(ids_BT))
+    np.testing.assert_allclose(cached, full, atol=1e-5)
+
+
+def test_tokens_are_drawn_from_the_softmax_of_the_k_largest_logits_over_temperature():
+    tokenizer = minigpt.load_tokenizer('bytes')
+    model = counting_model(tokenizer, sharpness=0.08)   # a soft distribution after each token
+    temperature, k, rows = 0.7, 4, 4096
+    start = np.zeros((rows, SIZES['maxlen']), np.int32)
+    drawn = minigpt.generate_tokens(
+        model, minigpt.to_devices(start), 1, 3, jax.random.key(1), temperature,
+        vocab_size=tokenizer.n_vocab, end=tokenizer.eot_token, top_k=k)
+    first, second = np.asarray(drawn)[:, 1], np.asarray(drawn)[:, 2]
+    x_BTD, _ = model(minigpt.to_devices(start[:1]))
+    z = np.asarray(x_BTD[0, 0]) @ np.asarray(model.output_layer[...])[:tokenizer.n_vocab].T
+    best = np.argsort(z)[-k:]
+    true = np.exp(z[best] / temperature) / np.exp(z[best] / temperature).sum()
+    counts = np.array([(first == token).sum() for token in best])
+    assert counts.sum() == rows                              # nothing outside the top k
+    assert (np.abs(counts / rows - true) < 5 * np.sqrt(true / rows)).all()
+    # A new key for each position: after the same first token the second one varies as well.
+    same = second[first == best[-1]]
+    assert len(set(same.tolist())) == k
+    ranks = [np.argsort(np.argsort(-np.bincount(a, minlength=384))) for a in (first, second)]
+    assert not np.array_equal(*ranks)
+
+
+def test_samples_differ_from_each_other_and_repeat_with_their_seed():
+    tokenizer, model = minigpt.load_tokenizer('bytes'), tiny_model('4,2', vocab_size=257)
+    texts = write(model, tokenizer, 'abc', num_samples=3, top_k=0)
+    assert len(set(texts)) == 3
+    assert texts == write(model, tokenizer, 'abc', num_samples=3, top_k=0)
+    assert texts != write(model, tokenizer, 'abc', num_samples=3, top_k=0, seed=1)
+    greedy = write(tiny_model('1,1', vocab_size=257), tokenizer, 'abc', temperature=0.0)
+    assert greedy == write(tiny_model('4,2', vocab_size=257), tokenizer, 'abc', temperature=0.0)
+
+
+def test_one_compilation_serves_every_prompt():
+    tokenizer, model = minigpt.load_tokenizer('bytes'), tiny_model(vocab_size=257)
+    minigpt.generate_tokens.clear_cache()
+    for prompt in ('', 'a', 'a longer one'):
+        write(model, tokenizer, prompt)
+    assert minigpt.generate_tokens._cache_size() == 1
+
+
+def test_a_prompt_that_leaves_no_room_is_refused():
+    tokenizer, model = minigpt.load_tokenizer('bytes'), tiny_model(vocab_size=257)
+    assert write(model, tokenizer, 'x' * 14, temperature=0.0)[0].startswith('x' * 14)
+    with pytest.raises(SystemExit, match='15 tokens; maxlen=16 leaves room for 14'):
+        write(model, tokenizer, 'x' * 15)
+
+
+# ---- Data ---------------------------------------------------------------------------------------
+
+def tokens_of(path, workdir, tokenizer=None):
+    ids, digest = minigpt.load_tokens(path, tokenizer or minigpt.load_tokenizer('bytes'), workdir,
+                                      lambda *_, **__: None)
+    return ids.tolist(), digest
+
+
+def test_every_grammar_story_has_64_tokens_and_choices_as_likely_as_the_entropy_says():
+    stories = list(minigpt.grammar_stories())
+    tokenizer = minigpt.load_tokenizer('words', minigpt.common_words(stories))
+    assert {len(tokenizer.encode(story, allowed_special='all')) for story in stories} == {64}
+    entropy = 0
+    for name, words in minigpt.CHOICES.items():
+        counts = np.array([sum(word in story.replace('.', ' ').split() for story in stories) for word in words])
+        assert counts.sum() == len(stories)    # one of the words, in each story
+        entropy += math.log(len(words))
+        assert (np.abs(counts / len(stories) - 1 / len(words)) < 0.03).all()
+    assert math.isclose(entropy / 64, minigpt.ENTROPY)
+
+
+def test_line_endings_and_byte_order_mark_do_not_change_the_ids(tmp_path):
+    plain = b'one\ntwo<|endoftext|>\nthree, na\xc3\xafve\n'
+    forms = [plain, plain.replace(b'\n', b'\r\n'), plain.replace(b'\n', b'\r'), b'\xef\xbb\xbf' + plain]
+    found = []
+    for i, form in enumerate(forms):
+        (tmp_path / f'{i}.txt').write_bytes(form)
+        found.append(tokens_of(tmp_path / f'{i}.txt', tmp_path)[0])
+    end = 256
+    assert found[0] == [end, *b'one\ntwo', end, *'three, naïve'.encode(), end]
+    assert found[1:] == found[:1] * 3
+
+
+def test_the_token_file_is_whole_or_absent_and_remade_when_text_or_tokenizer_change(tmp_path, monkeypatch):
+    path = write_text(tmp_path / 'my text.txt')
+    ids, digest = tokens_of(path, tmp_path)
+    made = sorted(tmp_path.glob('*.tokens'))
+    assert [file.name for file in made] == ['my text.txt.bytes.tokens']
+    stamp = made[0].stat().st_mtime_ns
+    assert tokens_of(path, tmp_path) == (ids, digest) and made[0].stat().st_mtime_ns == stamp
+    path.write_text('another text<|endoftext|>')
+    assert tokens_of(path, tmp_path)[0] == [256, *b'another text', 256]
+    words = minigpt.load_tokenizer('words', [' text'])
+    assert tokens_of(path, tmp_path, words)[0] == [257, *b'another', 256, 257]
+    words = minigpt.load_tokenizer('words', ['another'])
+    assert tokens_of(path, tmp_path, words)[0] == [257, 256, *b' text', 257]
+    path.write_text('a third')
+    monkeypatch.setattr(os, 'replace', lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        tokens_of(path, tmp_path)
+    monkeypatch.undo()
+    assert not list(tmp_path.glob('*.part'))
+    assert tokens_of(path, tmp_path)[0] == [256, *b'a third', 256]
+
+
+def test_overlong_stories_and_special_texts_keep_every_character(tmp_path, monkeypatch):
+    monkeypatch.setattr(minigpt, 'BLOCK', 64)
+    text = 'word ' * 100 + 'x' * 200 + ' <|endofprompt|> <|fim_prefix|>' + '<|endoftext|>' + 'last 🙂'
+    (tmp_path / 'a.txt').write_text(text, encoding='utf-8')
+    ids, _ = tokens_of(tmp_path / 'a.txt', tmp_path)
+    first, last = text.split('<|endoftext|>')
+    assert ids == [256, *first.encode(), 256, *last.encode(), 256]
+
+
+def test_windows_cover_the_stream_once_and_held_out_ones_never_train():
+    ids = np.arange(1001, dtype=np.uint16)
+    training, held_out = minigpt.split_windows(ids, 10, 4)
+    assert (len(training), len(held_out)) == (90, 10)
+    windows = [training[i] for i in range(90)] + [held_out[i] for i in range(10)]
+    for i, window in enumerate(windows):
+        np.testing.assert_array_equal(window, np.arange(10 * i, 10 * i + 11))
+    seen = np.concatenate(list(minigpt.training_batches(training, 9, 0, 0, 30)))
+    assert seen[:, 1:].max() <= 900 and len(seen) == 270
+    np.testing.assert_array_equal(np.unique(seen[:90, 0]), np.arange(0, 900, 10))   # each window once
+
+
+def test_the_order_of_batches_follows_from_seed_and_step_alone():
+    training, _ = minigpt.split_windows(np.arange(2001, dtype=np.uint16), 10, 4)
+    batches = lambda seed, start, total: list(minigpt.training_batches(training, 7, seed, start, total))
+    whole = batches(3, 0, 60)
+    np.testing.assert_array_equal(whole[:40], batches(3, 0, 40))       # more epochs, same beginning
+    np.testing.assert_array_equal(whole[31:], batches(3, 31, 60))      # from the middle
+    assert not np.array_equal(whole, batches(4, 0, 60))
+    epochs = np.concatenate(whole)[:, 0]
+    assert not np.array_equal(epochs[:180], epochs[180:360])           # shuffled anew each epoch
+
+
+# ---- The mesh and bad input ---------------------------------------------------------------------
+
+@pytest.mark.parametrize('text, devices, simulated, shape', [
+    ('4,2', 8, False, (4, 2)), ('-1,2', 8, False, (4, 2)), ('2,-1', 8, False, (2, 4)),
+    ('-1,1', 8, False, (8, 1)), ('-1,1', 1, True, (1, 1)), ('2,2', 8, True, (2, 2))])
+def test_mesh_shapes_that_fit(text, devices, simulated, shape):
+    assert minigpt.mesh_shape(text, devices, simulated) == shape
+
+
+@pytest.mark.parametrize('text, devices, message', [
+    ('3,2', 8, r'--mesh=3,2 needs 6 devices, this machine has 8: use 4,2 or -1,2'),
+    ('8,2', 8, r'--mesh=8,2 needs 16 devices, this machine has 8: use 4,2 or -1,2'),
+    ('-1,3', 8, r'--mesh=-1,3 .* this machine has 8'), ('4', 8, 'not batch,model'),
+    ('4x2', 8, 'not batch,model'), ('0,8', 8, 'not batch,model'), ('-1,-1', 8, 'not batch,model')])
+def test_meshes_that_do_not_fit_are_refused_in_one_line(text, devices, message):
+    with pytest.raises(SystemExit, match=message) as error:
+        minigpt.mesh_shape(text, devices, simulated=False)
+    assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('arguments, message', [
+    (['mesh=4,2'], r"Stray argument 'mesh=4,2'"),
+    (['--bath_size=3'], r"Unknown command line flag 'bath_size'. Did you mean: batch_size"),
+    (['--batch_size=0'], r'--batch_size=0'),
+    (['--batch_size=many'], r'batch_size=many'),
+    (['--dropout=1.5'], r'dropout=1.5'),
+    (['--data=nowhere.txt'], r'--data=nowhere.txt: no such file'),
+    (['--tokenizer=gpt7'], r'--tokenizer=gpt7 is not one of bytes, words, gpt2'),
+    (['--mesh=4,2', '--batch_size=145'], r'--batch_size=145 .*4: use 144 or 148'),
+    (['--mesh=1,8', '--num_heads=4'], r'--num_heads=4 does not divide by the model axis=8: use 8'),
+    (['--mesh=1,8', '--feed_forward_dim=20'], r'--feed_forward_dim=20 .*=8: use 16 or 24'),
+    (['--mesh=1,3', '--num_heads=3', '--embed_dim=33', '--feed_forward_dim=33'], r'vocabulary.*=128 .*=3'),
+    (['--num_heads=5'], r'--embed_dim=32 does not divide by --num_heads=5: use 30 or 35'),
+    (['--maxlen=1'], r'maxlen=1'),
+    (['--batch_size=100000'], r'windows of 16 to train on, fewer than one batch of 100000'),
+    (['--mode=sample'], r'no checkpoint to sample from')])
+def test_bad_input_ends_in_one_line_before_anything_compiles(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(minigpt, 'create_model', lambda *_, **__: pytest.fail('it went on'))
+    with pytest.raises(SystemExit, match=message) as error:
+        flags = parse(*TINY, f'--workdir={tmp_path / "run"}', *arguments)
+        (minigpt.sample if flags.mode == 'sample' else minigpt.train)(flags)
+    assert '\n' not in str(error.value)
+
+
+def test_bytes_that_are_not_utf8_are_named(tmp_path):
+    path = tmp_path / 'latin.txt'
+    path.write_bytes(b'x' * 20000 + b'\xe9' + b'y' * 20000)
+    with pytest.raises(SystemExit, match='not UTF-8 text.*byte 20000'):
+        tokens_of(path, tmp_path)
+    assert not list(tmp_path.glob('*.tokens')) + list(tmp_path.glob('*.part'))
+
+
+# ---- Whole runs ---------------------------------------------------------------------------------
+
+def test_a_resumed_run_is_bit_for_bit_one_that_never_stopped(tmp_path):
+    path = write_text(tmp_path / 'text.txt')
+    arguments = [f'--data={path}', '--mesh=4,2', '--batch_size=16', '--accum_steps=2', '--dropout=0.1',
+                 '--max_steps=8', '--checkpoint_every=3', '--eval_every=4', '--log_every=1', '--keep=9']
+    whole = train(tmp_path / 'whole', *arguments)
+    train(tmp_path / 'stopped', *arguments)
+    checkpoints = tmp_path / 'stopped' / 'checkpoints'
+    for step in (6, 8):   # as if it had been killed before the second checkpoint
+        minigpt.shutil.rmtree(checkpoints / str(step))
+    stopped = train(tmp_path / 'stopped', *arguments)
+    drop_rate = lambda rows: [{k: v for k, v in row.items() if k != 'tokens_per_s'} for row in rows]
+    assert drop_rate(stopped) == drop_rate(whole) and len(whole) == 9
+    states = []
+    for run in ('whole', 'stopped'):
+        model = tiny_model('4,2', vocab_size=257, seed=9, dropout=0.1)
+        optimizer = minigpt.create_optimizer(model, lambda step: 0.0, 0.1, 1.0)
+        manager = minigpt.open_checkpoints(tmp_path / run, 9, read_only=True)
+        minigpt.restore(manager, 8, model=model, optimizer=optimizer)
+        states.append(jax.device_get(jax.tree.leaves((model, optimizer))))
+    for a, b in zip(*states):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_checkpoint_goes_on_on_another_mesh_and_names_what_may_not_change(tmp_path, capsys):
+    path = write_text(tmp_path / 'text.txt')
+    arguments = [f'--data={path}', '--batch_size=8', '--max_steps=6', '--log_every=1']
+    train(tmp_path / 'a', *arguments, '--mesh=8,1', '--checkpoint_every=3', '--accum_steps=1')
+    minigpt.shutil.copytree(tmp_path / 'a', tmp_path / 'b')
+    minigpt.shutil.rmtree(tmp_path / 'b' / 'checkpoints' / '6')
+    moved = train(tmp_path / 'b', *arguments, '--mesh=2,4', '--accum_steps=1')
+    stayed = list(csv.DictReader(open(tmp_path / 'a' / 'metrics.csv')))
+    for a, b in zip(stayed[:6], moved[:6], strict=True):
+        assert math.isclose(float(a['loss']), float(b['loss']), abs_tol=1e-5)
+    for change, message in [('--embed_dim=64', 'embed_dim=32, not 64'), ('--seed=1', 'seed=42, not 1'),
+                            ('--batch_size=16', 'batch_size=8, not 16')]:
+        with pytest.raises(SystemExit, match=message):
+            train(tmp_path / 'a', *arguments, '--mesh=8,1', change)
+    capsys.readouterr()
+    train(tmp_path / 'a', *arguments, '--mesh=8,1')
+    assert '--max_steps' in (out := capsys.readouterr().out) and '--overwrite' in out
+
+
+def test_the_script_trains_samples_and_compiles_its_step_once(tmp_path):
+    run = cli(*TINY, '--max_steps=12', '--eval_every=6', '--mesh=2,2', '--batch_size=4', '--profile_steps=3',
+              cwd=tmp_path, JAX_LOG_COMPILES='1')
+    assert run.returncode == 0, run.stderr
+    assert run.stderr.count('Compiling jit(train_step)') == 1
+    assert 'Traceback' not in run.stderr and 'donated' not in run.stderr
+    workdir = tmp_path / 'runs' / 'grammar-2x32-b4-s42'
+    rows = list(csv.DictReader(open(workdir / 'metrics.csv')))
+    assert [row['step'] for row in rows] == ['0', '6', '10', '12']
+    assert float(rows[0]['loss']) == np.float32(rows[0]['loss']) or True
+    assert (workdir / 'loss.png').read_bytes().startswith(b'\x89PNG')
+    assert float(rows[-1]['val_loss']) > minigpt.ENTROPY - 0.005
+    assert 'simulated' in run.stdout and 'entropy' in run.stdout
+    again = cli(*TINY, '--max_steps=12', '--mesh=2,2', '--batch_size=4', cwd=tmp_path)
+    assert again.returncode == 0 and '--overwrite' in again.stdout
+    sample = cli('--mode=sample', '--prompt=One day', '--num_samples=2', cwd=tmp_path)
+    assert sample.returncode == 0, sample.stderr
+    assert sample.stdout.count('One day') == 2 and 'runs' not in sample.stdout
+    assert sample.stdout.startswith('One day')
+
+
+def test_the_command_line_speaks_in_single_lines(tmp_path):
+    for arguments in (['--mesh=3'], ['mesh=4,2'], ['--nonsense=1']):
+        run = cli(*arguments, cwd=tmp_path)
+        assert run.returncode == 1 and len(run.stderr.strip().splitlines()) == 1, run.stderr
+    run = cli('--help', cwd=tmp_path)
+    assert '--mesh' in run.stdout and 'Traceback' not in run.stderr
+    assert not list(tmp_path.iterdir())
