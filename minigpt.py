@@ -109,8 +109,8 @@ normal = nnx.initializers.normal(0.02)
 
 def split(shape, *axes):
     """Metadata that shards a parameter over mesh axes, each where it divides the dimension."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return {'out_sharding': tuple(axis if axis and n % mesh.shape[axis] == 0 else None
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return {'out_sharding': tuple(axis if axis and n % sizes[axis] == 0 else None
                                   for n, axis in zip(shape, axes, strict=True))}
 
 
@@ -202,16 +202,18 @@ class MiniGPT(nnx.Module):
         return self.norm(x_BTD), new_caches
 
 
-def whole_over_batch(a):
-    """The array with no split over `batch`: an all-gather (FSDP), or nothing where there is none."""
-    axes = jax.typeof(a).sharding.spec
-    return jax.reshard(a, P(*(None if axis == 'batch' else axis for axis in axes)))
-
-
 def create_model(seed, vocab_size, **settings):
     """MiniGPT, its vocabulary padded, each parameter made where it belongs and nowhere whole."""
     padded = -(-vocab_size // 128) * 128   # 50257 is odd: no `model` axis could split it
     return jax.jit(lambda: MiniGPT(padded, **settings, rngs=nnx.Rngs(seed)))()
+
+
+def gather(model):
+    """The model with each parameter whole over `batch`, as the forward pass needs it (FSDP)."""
+    def whole(a):
+        axes = jax.typeof(a).sharding.spec
+        return jax.reshard(a, P(*(None if axis == 'batch' else axis for axis in axes)))
+    return jax.tree.map(whole, model)
 
 
 # ---- Data: a text becomes one stream of token ids in a memory-mapped file, cut into windows: no
@@ -232,7 +234,7 @@ CHOICES = {slot: words.split() for slot, words in dict(
     play='run jump swim climb dance sing dig hide',
     color='red blue green white yellow pink golden silver',
     thing='ball key cake hat scarf drum coin pillow',
-    feeling='sad lost tired cold hungry lonely scared bored',
+    feeling='sad lost tired cold thirsty lonely scared bored',
     friend='bird rabbit turtle squirrel goat pony bee owl',
     deed='laughed talked walked danced rested sat smiled cooked').items()}
 # All words of a slot are as likely and a story always has 64 tokens with its END, so the entropy is
@@ -418,11 +420,11 @@ def check_sizes(mesh, batch_size, accum_steps, embed_dim, num_heads, feed_forwar
     """Exits unless every size divides by what splits it."""
     batch, model = mesh.shape['batch'], mesh.shape['model']
     for name, size, by, parts in [
-            ('--batch_size', batch_size, 'batch axis x --accum_steps', batch * max(1, accum_steps)),
+            ('--batch_size', batch_size, 'the batch axis x --accum_steps', batch * max(1, accum_steps)),
             ('--embed_dim', embed_dim, '--num_heads', num_heads),
-            ('--num_heads', num_heads, 'model axis', model),
-            ('--feed_forward_dim', feed_forward_dim, 'model axis', model),
-            ('unit of the padded vocabulary', 128, 'model axis', model)]:
+            ('--num_heads', num_heads, 'the model axis', model),
+            ('--feed_forward_dim', feed_forward_dim, 'the model axis', model),
+            ('unit of the padded vocabulary', 128, 'the model axis', model)]:
         if size % parts:
             fits = sorted({max(parts, size // parts * parts), -(-size // parts) * parts})
             sys.exit(f'{name}={size} does not divide by {by}={parts}: use {" or ".join(map(str, fits))}.')
@@ -543,7 +545,7 @@ def train_step(model, optimizer, ids_BS, key, *, vocab_size, accum_steps, dropou
     Micro-batches run one after the other, so that only one has its activations in memory: those
     and the gradients are what peaks beside parameters and optimizer state.
     """
-    whole, key = jax.tree.map(whole_over_batch, model), jax.random.fold_in(key, optimizer.step[...])
+    whole, key = gather(model), jax.random.fold_in(key, optimizer.step[...])
 
     def add(sums, micro_batch):
         i, ids_BS = micro_batch
@@ -559,14 +561,14 @@ def train_step(model, optimizer, ids_BS, key, *, vocab_size, accum_steps, dropou
     grads = jax.tree.map(
         lambda g, p: jax.reshard(g / accum_steps, jax.typeof(p).sharding.spec), grads, model)
     optimizer.update(model, grads)
-    grad_norm = optax.global_norm(jax.tree.leaves(grads))
+    grad_norm = optax.tree.norm(jax.tree.leaves(grads))
     return model, optimizer, {'loss': loss / accum_steps, 'grad_norm': grad_norm}
 
 
 @functools.partial(jax.jit, static_argnames='vocab_size')
 def eval_step(model, ids_BS, *, vocab_size):
     """Mean loss of each window: (B,) nats a token, dropout off."""
-    model = jax.tree.map(whole_over_batch, model)
+    model = gather(model)
     x_BTD, _ = model(ids_BS[:, :-1])
     losses_BT = token_losses(x_BTD, model.output_layer[...], ids_BS[:, 1:], vocab_size)
     return jax.reshard(losses_BT.mean(-1), P())
@@ -646,13 +648,14 @@ def plot_loss(workdir, floor, floor_name):
     figure = matplotlib.figure.Figure(figsize=(8, 5))
     axes = figure.add_subplot(xlabel='step', ylabel='loss (nats a token)', yscale='log', title=workdir)
     rows = read_metrics(workdir / 'metrics.csv')
-    for name, style, label in [('loss', '-', 'training batch'), ('val_loss', 'ko--', 'validation')]:
+    for name, style, color, label in [('loss', '-', '0.7', 'training, each logged batch'),
+                                      ('val_loss', 'o--', 'black', 'validation')]:
         points = np.array([(float(row['step']), float(row[name])) for row in rows if row[name]])
         steps, losses = points.reshape(-1, 2).T
-        axes.plot(steps, losses, style, label=label, color='0.7' if name == 'loss' else 'black')
+        axes.plot(steps, losses, style, color=color, label=label)
         if name == 'loss' and len(steps) > 8:
-            axes.plot(steps[4:-4], np.convolve(losses, np.full(9, 1 / 9), 'valid'), 'k-',
-                      label='training, mean of 9')
+            mean = np.convolve(losses, np.full(9, 1 / 9), 'valid')
+            axes.plot(steps[4:-4], mean, 'k-', label='training, mean of 9')
     axes.axhline(floor, linestyle=':', color='black', label=f'{floor_name}, {floor:.3f}')
     axes.legend()
     figure.savefig(workdir / 'loss.part.png', dpi=120)
@@ -715,7 +718,7 @@ def summarise_profile(times, folder, hlo, batch_size, maxlen):
 @functools.partial(jax.jit, static_argnames=('vocab_size', 'end', 'top_k'))
 def generate_tokens(model, ids_BT, start, stop, key, temperature, *, vocab_size, end, top_k):
     """ids_BT, filled from position `start` on until all rows have an `end` or reach `stop`."""
-    model = jax.tree.map(whole_over_batch, model)
+    model = gather(model)
 
     def next_token(x_BD, index):
         logits_BV = jnp.einsum('bd,vd->bv', x_BD, model.output_layer[...].astype(x_BD.dtype),
@@ -741,18 +744,26 @@ def generate_tokens(model, ids_BT, start, stop, key, temperature, *, vocab_size,
     return jax.reshard(carry[2], P())
 
 
+def encode_prompt(tokenizer, prompt, maxlen):
+    """End-of-text, which every story in the token stream follows, and the prompt's ids.
+
+    Exits where they leave no room for a token.
+    """
+    ids = [tokenizer.eot_token] + tokenizer.encode_ordinary(prompt)
+    if len(ids) >= maxlen:
+        sys.exit(f'--prompt has {len(ids) - 1} tokens; --maxlen={maxlen} leaves room for {maxlen - 2}: '
+                 'one more is end-of-text, and one is to be written.')
+    return ids
+
+
 def generate_text(model, tokenizer, prompt, maxlen, *, num_samples=1, max_new_tokens=0, top_k=10,
                   temperature=1.0, seed=0):
     """Texts that begin with the prompt, up to end-of-text, max_new_tokens (0: any) or maxlen tokens.
 
-    The same seed gives the same texts. Exits where the prompt leaves no room for a token.
+    The same seed gives the same texts.
     """
-    end = tokenizer.eot_token   # every story in the token stream follows one, so the prompt does too
-    prompt_ids = [end] + tokenizer.encode_ordinary(prompt)
+    prompt_ids, end = encode_prompt(tokenizer, prompt, maxlen), tokenizer.eot_token
     start, batch = len(prompt_ids), jax.sharding.get_mesh().shape['batch']
-    if start >= maxlen:
-        sys.exit(f'The prompt has {start - 1} tokens; maxlen={maxlen} leaves room for {maxlen - 2}, '
-                 'one for end-of-text and one to write: shorten --prompt.')
     ids_BT = np.zeros((-(-num_samples // batch) * batch, maxlen), np.int32)
     ids_BT[:, :start] = prompt_ids
     stop = min(maxlen, start + (max_new_tokens or maxlen))
@@ -909,6 +920,7 @@ def train(F):
     stories = file_stories(data) if data else grammar_stories()
     words = common_words(stories) if name == 'words' else []
     tokenizer = load_tokenizer(name, words)
+    encode_prompt(tokenizer, F.prompt, maxlen)   # before anything compiles
     ids, digest = load_tokens(data, tokenizer, workdir)
     training, held_out = split_windows(ids, maxlen, batch_size)
     total = F.max_steps or len(training) * F.num_epochs // batch_size

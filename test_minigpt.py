@@ -11,10 +11,15 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
+
+# The programs are tiny and compiling them is what takes time, so each is compiled once and lightly.
+CACHE = tempfile.TemporaryDirectory()
+os.environ |= {'XLA_FLAGS': '--xla_backend_optimization_level=0', 'JAX_PLATFORMS': 'cpu',
+               'JAX_COMPILATION_CACHE_DIR': CACHE.name, 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1'}
 
 import jax
 
-jax.config.update('jax_platforms', 'cpu')
 jax.config.update('jax_num_cpu_devices', 8)
 
 from flax import nnx
@@ -29,7 +34,7 @@ import minigpt
 SCRIPT = pathlib.Path(minigpt.__file__)
 MESHES = ['1,1', '8,1', '4,2', '2,4', '1,8']
 VOCAB = 300   # padded to 384
-SIZES = dict(maxlen=16, embed_dim=32, num_heads=8, feed_forward_dim=32, num_transformer_blocks=2)
+SIZES = dict(maxlen=16, embed_dim=32, num_heads=8, feed_forward_dim=32, num_transformer_blocks=1)
 TINY = [f'--{name}={value}' for name, value in SIZES.items()]
 
 
@@ -44,8 +49,8 @@ def random_ids(shape, vocab_size=VOCAB, seed=0):
 
 
 def logits(model, ids_BT):
-    """Logits by whole matrices, on one device: (B, T, V), real vocabulary only."""
-    x_BTD, _ = model(minigpt.to_devices(ids_BT))
+    """Logits by whole matrices: (B, T, V), real vocabulary only."""
+    x_BTD, _ = minigpt.gather(model)(minigpt.to_devices(ids_BT))
     return np.asarray(x_BTD) @ np.asarray(model.output_layer[...])[:VOCAB].T
 
 
@@ -75,13 +80,13 @@ def parse(*arguments):
 
 
 def train(workdir, *arguments):
-    minigpt.train(parse(*TINY, f'--workdir={workdir}', '--tokenizer=bytes', *arguments))
+    minigpt.train(parse(*TINY, f'--workdir={workdir}', '--tokenizer=bytes', '--prompt=the', *arguments))
     return list(csv.DictReader(open(pathlib.Path(workdir) / 'metrics.csv')))
 
 
 def cli(*arguments, cwd=None, **env):
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], cwd=cwd, capture_output=True,
-                          text=True, timeout=600, env=os.environ | {'JAX_PLATFORMS': 'cpu'} | env)
+                          text=True, timeout=600, env=os.environ | env)
 
 
 def write_text(path, stories=60, seed=0):
@@ -124,7 +129,7 @@ def test_the_forward_pass_is_that_of_plain_numpy(mesh):
     # larger weights than at the start, so that attention is far from uniform
     model = jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, model)
     ids_BT = random_ids((4, 16))
-    x_BTD, _ = jax.jit(lambda model, ids: minigpt.gather(model)(ids))(model, minigpt.to_devices(ids_BT))
+    x_BTD = np.asarray(minigpt.gather(model)(minigpt.to_devices(ids_BT))[0])
     for row in range(2):
         np.testing.assert_allclose(x_BTD[row], numpy_forward(model, ids_BT[row]), atol=2e-4)
 
@@ -145,8 +150,6 @@ def test_parameters_are_float32_and_split_over_the_whole_mesh():
         assert a.dtype == jnp.float32
         assert a.addressable_shards[0].data.size == (a.size // 8 if a.ndim > 1 else a.size) or \
             a.shape == (16, 32)   # positions are not split over `model`
-    model = tiny_model('4,2', fsdp=False)
-    assert model.output_layer[...].addressable_shards[0].data.shape == (192, 32)
 
 
 def test_bfloat16_compute_stays_near_float32():
@@ -172,8 +175,7 @@ def test_fused_loss_and_gradients_are_those_of_optax_on_whole_logits(mesh):
     fused = jax.jit(jax.value_and_grad(
         lambda x, w: 3 * minigpt.cross_entropy(x, w, y_BT, VOCAB), argnums=(0, 1)))
     loss, grads = fused(x_BTD, w_VD)
-    with jax.default_device(jax.devices()[0]), jax.set_mesh(jax.make_mesh((1,), ('x',))):
-        true_loss, true_grads = jax.value_and_grad(whole, argnums=(0, 1))(x, w)
+    true_loss, true_grads = jax.value_and_grad(whole, argnums=(0, 1))(jnp.asarray(x), jnp.asarray(w))
     np.testing.assert_allclose(loss, 3 * true_loss, rtol=1e-6)
     for found, true in zip(grads, true_grads):
         np.testing.assert_allclose(found, 3 * np.asarray(true), atol=1e-6)
@@ -185,7 +187,7 @@ def test_loss_is_the_numpy_cross_entropy_of_each_next_token():
     ids_BS = random_ids((2, 17))
     z = logits(model, ids_BS[:, :-1]).astype(np.float64)
     true = [[np.log(np.exp(z[b, t]).sum()) - z[b, t, ids_BS[b, t + 1]] for t in range(16)] for b in range(2)]
-    loss = minigpt.loss_fn(model, minigpt.to_devices(ids_BS), VOCAB)
+    loss = minigpt.loss_fn(minigpt.gather(model), minigpt.to_devices(ids_BS), VOCAB)
     np.testing.assert_allclose(loss, np.mean(true), rtol=1e-6)
     found_B = minigpt.eval_step(model, minigpt.to_devices(ids_BS), vocab_size=VOCAB)
     np.testing.assert_allclose(found_B, np.mean(true, axis=1), rtol=1e-6)
@@ -198,7 +200,6 @@ def test_the_untrained_loss_is_near_ln_of_the_real_vocabulary():
 
 def test_losses_are_the_same_on_every_mesh():
     losses = {mesh: run_steps(mesh)[0] for mesh in MESHES}
-    losses['4,2 without fsdp'] = run_steps('4,2', fsdp=False)[0]
     for mesh, found in losses.items():
         np.testing.assert_allclose(found, losses['1,1'], atol=1e-5, err_msg=mesh)
     assert losses['1,1'][0, 0] != losses['1,1'][1, 0]
@@ -221,7 +222,8 @@ def test_the_step_is_clipped_adamw_on_the_written_schedule():
     schedule = minigpt.create_schedule(peak, warmup, total)
     np.testing.assert_allclose([schedule(step) for step in range(total)], rates, rtol=1e-5)
 
-    grad = jax.jit(jax.grad(lambda model: minigpt.loss_fn(model, minigpt.to_devices(ids_BS), VOCAB)))
+    ids_BS = minigpt.to_devices(ids_BS)
+    grad = jax.jit(jax.grad(lambda model: minigpt.loss_fn(minigpt.gather(model), ids_BS, VOCAB)))
     optimizer = minigpt.create_optimizer(model, schedule, decay, clip_norm=0.05)
     p = [np.asarray(a, np.float64) for a in jax.tree.leaves(model)]
     m, v = [0 * a for a in p], [0 * a for a in p]
@@ -229,7 +231,7 @@ def test_the_step_is_clipped_adamw_on_the_written_schedule():
         g = [np.asarray(a, np.float64) for a in jax.tree.leaves(grad(model))]
         norm = math.sqrt(sum((a ** 2).sum() for a in g))
         model, optimizer, metrics = minigpt.train_step(
-            model, optimizer, minigpt.to_devices(ids_BS), jax.random.key(0), vocab_size=VOCAB,
+            model, optimizer, ids_BS, jax.random.key(0), vocab_size=VOCAB,
             accum_steps=1, dropout=False)
         np.testing.assert_allclose(metrics['grad_norm'], norm, rtol=1e-4)
         assert norm > 0.05   # so that clipping is at work
@@ -247,12 +249,12 @@ def test_the_step_is_clipped_adamw_on_the_written_schedule():
 def test_dropout_acts_in_training_alone_and_differs_from_step_to_step():
     ids_BS = minigpt.to_devices(random_ids((4, 17)))
     model = tiny_model(dropout=0.5)
-    losses = [float(minigpt.loss_fn(model, ids_BS, VOCAB, jax.random.key(i))) for i in (0, 0, 1)]
-    off = float(minigpt.loss_fn(model, ids_BS, VOCAB))
+    loss = lambda model, key=None: float(minigpt.loss_fn(minigpt.gather(model), ids_BS, VOCAB, key))
+    losses, off = [loss(model, jax.random.key(i)) for i in (0, 0, 1)], loss(model)
     assert losses[0] == losses[1] != losses[2] and off not in losses
-    assert off == float(minigpt.loss_fn(tiny_model(dropout=0.0), ids_BS, VOCAB))
+    assert off == loss(tiny_model(dropout=0.0))
     assert np.isclose(float(minigpt.eval_step(model, ids_BS, vocab_size=VOCAB).mean()), off)
-    frozen = [minigpt.create_optimizer(model, lambda step: 0.0, 0, 1) for _ in range(1)][0]
+    frozen = minigpt.create_optimizer(model, lambda step: 0.0, 0, 1)
     seen = []
     for _ in range(2):   # the same windows and parameters, another step
         model, frozen, metrics = minigpt.train_step(
@@ -330,7 +332,7 @@ def test_tokens_are_drawn_from_the_softmax_of_the_k_largest_logits_over_temperat
         model, minigpt.to_devices(start), 1, 3, jax.random.key(1), temperature,
         vocab_size=tokenizer.n_vocab, end=tokenizer.eot_token, top_k=k)
     first, second = np.asarray(drawn)[:, 1], np.asarray(drawn)[:, 2]
-    x_BTD, _ = model(minigpt.to_devices(start[:1]))
+    x_BTD, _ = minigpt.gather(model)(minigpt.to_devices(start[:1]))
     z = np.asarray(x_BTD[0, 0]) @ np.asarray(model.output_layer[...])[:tokenizer.n_vocab].T
     best = np.argsort(z)[-k:]
     true = np.exp(z[best] / temperature) / np.exp(z[best] / temperature).sum()
@@ -365,15 +367,14 @@ def test_one_compilation_serves_every_prompt():
 def test_a_prompt_that_leaves_no_room_is_refused():
     tokenizer, model = minigpt.load_tokenizer('bytes'), tiny_model(vocab_size=257)
     assert write(model, tokenizer, 'x' * 14, temperature=0.0)[0].startswith('x' * 14)
-    with pytest.raises(SystemExit, match='15 tokens; maxlen=16 leaves room for 14'):
+    with pytest.raises(SystemExit, match='15 tokens; --maxlen=16 leaves room for 14'):
         write(model, tokenizer, 'x' * 15)
 
 
 # ---- Data ---------------------------------------------------------------------------------------
 
 def tokens_of(path, workdir, tokenizer=None):
-    ids, digest = minigpt.load_tokens(path, tokenizer or minigpt.load_tokenizer('bytes'), workdir,
-                                      lambda *_, **__: None)
+    ids, digest = minigpt.load_tokens(path, tokenizer or minigpt.load_tokenizer('bytes'), workdir)
     return ids.tolist(), digest
 
 
@@ -491,12 +492,13 @@ def test_meshes_that_do_not_fit_are_refused_in_one_line(text, devices, message):
     (['--num_heads=5'], r'--embed_dim=32 does not divide by --num_heads=5: use 30 or 35'),
     (['--maxlen=1'], r'maxlen=1'),
     (['--batch_size=100000'], r'windows of 16 to train on, fewer than one batch of 100000'),
+    (['--prompt=Once upon a time there', '--tokenizer=bytes'], r'--prompt has 22 tokens; --maxlen=16 leaves room for 14'),
     (['--mode=sample'], r'no checkpoint to sample from')])
 def test_bad_input_ends_in_one_line_before_anything_compiles(arguments, message, tmp_path, monkeypatch):
     monkeypatch.setattr(minigpt, 'create_model', lambda *_, **__: pytest.fail('it went on'))
     with pytest.raises(SystemExit, match=message) as error:
-        flags = parse(*TINY, f'--workdir={tmp_path / "run"}', *arguments)
-        (minigpt.sample if flags.mode == 'sample' else minigpt.train)(flags)
+        flags = parse(*TINY, f'--workdir={tmp_path / "run"}', '--prompt=One', *arguments)
+        minigpt.main([])
     assert '\n' not in str(error.value)
 
 
@@ -554,14 +556,13 @@ def test_a_checkpoint_goes_on_on_another_mesh_and_names_what_may_not_change(tmp_
 
 def test_the_script_trains_samples_and_compiles_its_step_once(tmp_path):
     run = cli(*TINY, '--max_steps=12', '--eval_every=6', '--mesh=2,2', '--batch_size=4', '--profile_steps=3',
-              cwd=tmp_path, JAX_LOG_COMPILES='1')
+              cwd=tmp_path, JAX_DUMP_IR_TO=str(tmp_path / 'ir'))
     assert run.returncode == 0, run.stderr
-    assert run.stderr.count('Compiling jit(train_step)') == 1
+    assert len(list((tmp_path / 'ir').glob('*jit_train_step*compile*'))) == 1
     assert 'Traceback' not in run.stderr and 'donated' not in run.stderr
     workdir = tmp_path / 'runs' / 'grammar-2x32-b4-s42'
     rows = list(csv.DictReader(open(workdir / 'metrics.csv')))
     assert [row['step'] for row in rows] == ['0', '6', '10', '12']
-    assert float(rows[0]['loss']) == np.float32(rows[0]['loss']) or True
     assert (workdir / 'loss.png').read_bytes().startswith(b'\x89PNG')
     assert float(rows[-1]['val_loss']) > minigpt.ENTROPY - 0.005
     assert 'simulated' in run.stdout and 'entropy' in run.stdout
