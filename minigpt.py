@@ -5,10 +5,10 @@
     python minigpt.py --mode=sample --prompt='One day'  # writes with the newest run
 
 The mesh has two axes: `batch` splits the rows of a batch (data parallel), `model` splits attention
-heads, MLP and vocabulary (tensor parallel), and --mesh alone chooses. Both are explicit: an array's
+heads, MLP and vocabulary (tensor parallel); --mesh alone chooses. Both are explicit: an array's
 sharding is part of its type, and where shardings clash JAX says so instead of guessing.
 
-    Flags        the command line; each default stands here and nowhere else
+    Flags        each default stands here and nowhere else
     Model        TransformerBlock, TokenAndPositionEmbedding, MiniGPT, create_model
     Data         text -> file of token ids -> windows -> shuffled batches
     Mesh         --mesh checked, simulated on CPUs, built
@@ -22,22 +22,8 @@ Capitals in names are shapes: B batch, T time (tokens), S T+1 or cached tokens, 
 F feed_forward_dim, N heads, H head size, V vocabulary, C chunk of tokens, K top_k.
 Not here: mixtures of experts, reinforcement learning, a server.
 """
-import collections
-import csv
-import functools
-import glob
-import hashlib
-import itertools
-import json
-import math
-import os
-import pathlib
-import random
-import re
-import shutil
-import signal
-import sys
-import time
+import collections, contextlib, csv, functools, glob, hashlib, itertools, json, math, os, pathlib
+import random, re, shutil, signal, sys, time
 
 from absl import app, flags, logging
 from flax import nnx
@@ -106,18 +92,15 @@ flags.DEFINE_integer('process_id', None, 'of this process, from 0', lower_bound=
 RESIDUAL = P('batch', None, None)
 normal = nnx.initializers.normal(0.02)
 
-
 def split(shape, *axes):
     """Metadata that shards a parameter over mesh axes, each where it divides the dimension."""
     sizes = jax.sharding.get_abstract_mesh().shape
     return {'out_sharding': tuple(axis if axis and n % sizes[axis] == 0 else None
                                   for n, axis in zip(shape, axes, strict=True))}
 
-
 def table(rngs, rows, columns, *axes):
     """A parameter of `rows` vectors: embeddings, or the output layer."""
     return nnx.Param(normal(rngs.params(), (rows, columns)), **split((rows, columns), *axes))
-
 
 def attention(q_BTNH, k_BSNH, v_BSNH, index=0):
     """Causal attention, (B, T, N, H), of queries at positions index... to keys at positions 0..."""
@@ -132,21 +115,22 @@ def attention(q_BTNH, k_BSNH, v_BSNH, index=0):
                           preferred_element_type=jnp.float32)
     return (out_BTNH / exp_BNTS.sum(-1).swapaxes(1, 2)[..., None]).astype(v_BSNH.dtype)
 
-
 class TransformerBlock(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, embed_dim, num_heads, feed_forward_dim, dropout, dtype, rngs):
         D, N, H, F = embed_dim, num_heads, embed_dim // num_heads, feed_forward_dim
-        options = dict(use_bias=False, kernel_init=normal, dtype=dtype, rngs=rngs)
+
+        def linear(inputs, outputs, *axes):   # axes: what splits each dimension of the kernel
+            return nnx.LinearGeneral(
+                inputs, outputs, axis=tuple(range(-len(inputs), 0)), use_bias=False, dtype=dtype,
+                kernel_init=normal, kernel_metadata=split(inputs + outputs, *axes), rngs=rngs)
         self.norm1 = nnx.LayerNorm(D, dtype=dtype, rngs=rngs)
-        self.qkv = nnx.LinearGeneral(D, (3, N, H), **options, kernel_metadata=split(
-            (D, 3, N, H), 'batch', None, 'model', None))
-        self.out = nnx.LinearGeneral((N, H), D, axis=(-2, -1), **options, kernel_metadata=split(
-            (N, H, D), 'model', None, 'batch'))
+        self.qkv = linear((D,), (3, N, H), 'batch', None, 'model', None)
+        self.out = linear((N, H), (D,), 'model', None, 'batch')
         self.norm2 = nnx.LayerNorm(D, dtype=dtype, rngs=rngs)
-        self.up = nnx.Linear(D, F, **options, kernel_metadata=split((D, F), 'batch', 'model'))
-        self.down = nnx.Linear(F, D, **options, kernel_metadata=split((F, D), 'model', 'batch'))
+        self.up = linear((D,), (F,), 'batch', 'model')
+        self.down = linear((F,), (D,), 'model', 'batch')
         self.dropout = nnx.Dropout(dropout)
 
     def __call__(self, x_BTD, cache=None, index=0, rngs=None):
@@ -166,7 +150,6 @@ class TransformerBlock(nnx.Module):
         up_BTF = nnx.relu(self.up(self.norm2(x_BTD), out_sharding=P('batch', None, 'model')))
         return x_BTD + drop(self.down(up_BTF, out_sharding=RESIDUAL)), (k_BSNH, v_BSNH)
 
-
 class TokenAndPositionEmbedding(nnx.Module):
     """The sum of a learned vector for each token and one for each position."""
 
@@ -180,15 +163,13 @@ class TokenAndPositionEmbedding(nnx.Module):
         pos_TD = jax.lax.dynamic_slice_in_dim(self.pos_emb[...], index, ids_BT.shape[1])
         return (token_BTD + pos_TD).astype(self.dtype)
 
-
 class MiniGPT(nnx.Module):
     """Everything up to the output layer, which loss and sampler apply in their own ways."""
 
-    def __init__(self, vocab_size, maxlen, embed_dim, num_heads, feed_forward_dim,
-                 num_transformer_blocks, dropout, dtype, rngs):
+    def __init__(self, vocab_size, maxlen, embed_dim, num_transformer_blocks, dtype, rngs, **block):
         self.embedding_layer = TokenAndPositionEmbedding(maxlen, vocab_size, embed_dim, dtype, rngs)
         self.transformer_blocks = nnx.List(
-            TransformerBlock(embed_dim, num_heads, feed_forward_dim, dropout, dtype, rngs)
+            TransformerBlock(embed_dim, dtype=dtype, rngs=rngs, **block)
             for _ in range(num_transformer_blocks))
         self.norm = nnx.LayerNorm(embed_dim, dtype=dtype, rngs=rngs)
         self.output_layer = table(rngs, vocab_size, embed_dim, 'model', 'batch')
@@ -201,12 +182,10 @@ class MiniGPT(nnx.Module):
             new_caches.append(cache)
         return self.norm(x_BTD), new_caches
 
-
-def create_model(seed, vocab_size, **settings):
+def create_model(seed, vocab_size, dtype, **settings):
     """MiniGPT, its vocabulary padded, each parameter made where it belongs and nowhere whole."""
     padded = -(-vocab_size // 128) * 128   # 50257 is odd: no `model` axis could split it
-    return jax.jit(lambda: MiniGPT(padded, **settings, rngs=nnx.Rngs(seed)))()
-
+    return jax.jit(lambda: MiniGPT(padded, dtype=dtype, rngs=nnx.Rngs(seed), **settings))()
 
 def gather(model):
     """The model with each parameter whole over `batch`, as the forward pass needs it (FSDP)."""
@@ -214,7 +193,6 @@ def gather(model):
         axes = jax.typeof(a).sharding.spec
         return jax.reshard(a, P(*(None if axis == 'batch' else axis for axis in axes)))
     return jax.tree.map(whole, model)
-
 
 # ---- Data: a text becomes one stream of token ids in a memory-mapped file, cut into windows: no
 # slot is padding, and a text of any size needs little memory. ------------------------------------
@@ -226,7 +204,7 @@ STORY = ('Once upon a time there was a {mood} {animal} named {name}. {name} live
          'loved to {play}. One day {name} found a {color} {thing} near the {place}. Then a {feeling} '
          '{friend} came by. {name} gave the {color} {thing} to the {friend}. The {friend} was not '
          '{feeling} any more and they {deed} until the night.')
-CHOICES = {slot: words.split() for slot, words in dict(
+CHOICES = dict(
     mood='little brave happy shy clever sleepy hungry kind',
     animal='dog cat fox hen bear duck frog mouse',
     name='Max Lily Tom Mia Sam Zoe Ben Anna',
@@ -236,18 +214,16 @@ CHOICES = {slot: words.split() for slot, words in dict(
     thing='ball key cake hat scarf drum coin pillow',
     feeling='sad lost tired cold thirsty lonely scared bored',
     friend='bird rabbit turtle squirrel goat pony bee owl',
-    deed='laughed talked walked danced rested sat smiled cooked').items()}
+    deed='laughed talked walked danced rested sat smiled cooked')
 # All words of a slot are as likely and a story always has 64 tokens with its END, so the entropy is
 # exact: on windows of whole stories no model can have a smaller loss. In nats a token:
-ENTROPY = sum(math.log(len(words)) for words in CHOICES.values()) / 64
-
+ENTROPY = sum(math.log(len(words.split())) for words in CHOICES.values()) / 64
 
 def grammar_stories():
     """Yields the 2,112 built-in stories, always the same: 2,048 to train on and 64 held out."""
     rng = random.Random(0)
     for _ in range(2112):
-        yield STORY.format(**{slot: rng.choice(words) for slot, words in CHOICES.items()}) + END
-
+        yield STORY.format(**{slot: rng.choice(words.split()) for slot, words in CHOICES.items()}) + END
 
 def file_stories(path):
     """Yields the stories of a text, stripped and with END; those longer than BLOCK in pieces."""
@@ -267,14 +243,12 @@ def file_stories(path):
     if rest.strip():
         yield rest.strip() + END
 
-
 def common_words(stories):
     """The 4,096 most frequent words of the first 10,000 stories."""
     counts = collections.Counter(
         word for story in itertools.islice(stories, 10000)
         for word in re.findall(WORDS, story.removesuffix(END)) if len(word) > 1)
     return sorted(counts, key=lambda word: (-counts[word], word))[:4096]
-
 
 def load_tokenizer(name, words=()):
     """tiktoken.Encoding: one of its own by name, or 256 bytes and `words` as tokens."""
@@ -289,7 +263,6 @@ def load_tokenizer(name, words=()):
     except OSError as error:
         sys.exit(f'The files of --tokenizer={name} could not be downloaded ({type(error).__name__}): '
                  'set TIKTOKEN_CACHE_DIR to a folder that has them, or use --tokenizer=words.')
-
 
 def write_tokens(path, stories, tokenizer, source):
     """Writes END and the stories as ids, in bounded memory, whole or not at all."""
@@ -315,34 +288,26 @@ def write_tokens(path, stories, tokenizer, source):
     finally:
         part.unlink(missing_ok=True)
 
-
 def load_tokens(data, tokenizer, workdir):
-    """(ids, digest) of the text (None: the grammar), tokenised unless that is done already.
+    """(ids, digest) of the text (None: the grammar), memory-mapped, tokenised unless it is already.
 
-    ids are memory-mapped. Their file lies beside the text, or in the workdir where that fails.
+    The token file lies beside the text, or in the workdir where that folder can't be written.
     """
-    stat = data and data.stat()
-    text = {'bytes': stat.st_size, 'modified': stat.st_mtime_ns} if data else {'grammar': ENTROPY}
-    vocabulary = hashlib.sha256(b'\n'.join(tokenizer.token_byte_values())).hexdigest()[:16]
-    source = text | {'format': 1, 'vocabulary': vocabulary}
+    beside = data and os.access(data.parent, os.W_OK)
     name = f'{data.name if data else "grammar"}.{tokenizer.name}.tokens'
-    paths = [folder / name for folder in ([data.parent, workdir] if data else [workdir])]
-    for path in paths:
-        try:
-            meta = json.loads(open(path, 'rb').read(HEADER))
-            if source.items() <= meta.items():
-                return np.memmap(path, meta['dtype'], 'r', HEADER, meta['count']), meta['digest']
-        except (OSError, ValueError):   # not there, not whole or not a token file
-            pass
-    for path in paths:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_tokens(path, file_stories(data) if data else grammar_stories(), tokenizer, source)
-            return load_tokens(data, tokenizer, workdir)
-        except OSError as error:
-            problem = f'{path} cannot be written: {error.strerror}.'
-    sys.exit(problem)
-
+    path = (data.parent if beside else workdir) / name
+    vocabulary = hashlib.sha256(b'\n'.join(tokenizer.token_byte_values())).hexdigest()[:16]
+    text = [data.stat().st_size, data.stat().st_mtime_ns] if data else [STORY, CHOICES]
+    source = {'format': 1, 'text': hashlib.sha256(repr(text).encode()).hexdigest(), 'vocabulary': vocabulary}
+    try:
+        meta = json.loads(open(path, 'rb').read(HEADER))
+        if source.items() <= meta.items():
+            return np.memmap(path, meta['dtype'], 'r', HEADER, meta['count']), meta['digest']
+    except (FileNotFoundError, ValueError):   # ValueError: not a token file, or not whole
+        pass
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_tokens(path, file_stories(data) if data else grammar_stories(), tokenizer, source)
+    return load_tokens(data, tokenizer, workdir)
 
 class TextDataset:
     """Grain random access source of windows: maxlen tokens and the one that follows them."""
@@ -357,7 +322,6 @@ class TextDataset:
         start = self.windows[i] * self.maxlen
         return self.ids[start:start + self.maxlen + 1].astype(np.int32)
 
-
 def split_windows(ids, maxlen, batch_size):
     """(training, held-out) TextDataset: the last tenth, at most 64 windows, is never trained on."""
     windows = range((ids.size - 1) // maxlen)
@@ -367,7 +331,6 @@ def split_windows(ids, maxlen, batch_size):
                  f'one batch of {batch_size}: use more text, or a smaller --batch_size or --maxlen.')
     return (TextDataset(ids, maxlen, windows[:training]), TextDataset(ids, maxlen, windows[training:]))
 
-
 def training_batches(dataset, batch_size, seed, start, total):
     """Iterator of the (B, S) batches of steps start to total; seed and step alone decide them."""
     epochs = -(-total * batch_size // len(dataset))
@@ -375,12 +338,10 @@ def training_batches(dataset, batch_size, seed, start, total):
     batches = shuffled.batch(batch_size)[start:total]
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
-
 def to_devices(batch_BS):
     """The batch split over `batch`; each process hands over only the rows that its devices hold."""
     sharding = NamedSharding(jax.sharding.get_mesh(), P('batch', None))
     return jax.make_array_from_callback(batch_BS.shape, sharding, lambda rows: batch_BS[rows])
-
 
 # ---- Mesh: (batch, model) devices, simulated where a machine has only CPUs ----------------------
 
@@ -400,7 +361,6 @@ def mesh_shape(text, devices, simulated):
                  f'use {devices // model},{model} or -1,{model}.')
     return batch, model
 
-
 def create_mesh(text, processes=1):
     """Makes the mesh of --mesh the current one. Explicit axes: shardings are part of types."""
     here = math.prod(int(n) for n in re.findall(r'\d+', text.replace('-1', ''))) // processes
@@ -415,7 +375,6 @@ def create_mesh(text, processes=1):
     jax.set_mesh(mesh)
     return mesh
 
-
 def check_sizes(mesh, batch_size, accum_steps, embed_dim, num_heads, feed_forward_dim):
     """Exits unless every size divides by what splits it."""
     batch, model = mesh.shape['batch'], mesh.shape['model']
@@ -429,7 +388,6 @@ def check_sizes(mesh, batch_size, accum_steps, embed_dim, num_heads, feed_forwar
             fits = sorted({max(parts, size // parts * parts), -(-size // parts) * parts})
             sys.exit(f'{name}={size} does not divide by {by}={parts}: use {" or ".join(map(str, fits))}.')
 
-
 def choose_accum_steps(batch_size, maxlen, mesh):
     """Micro-batches of at most 2,048 tokens a device on CPUs, whose caches are small, else 65,536.
 
@@ -440,86 +398,68 @@ def choose_accum_steps(batch_size, maxlen, mesh):
     return next(n for n in range(1, rows + 1)
                 if rows % n == 0 and (rows // n * maxlen <= most or n == rows))
 
-
 # ---- Train step: logits (B, T, V) would be by far the largest array, so the loss makes them for a
 # chunk of tokens at a time, and finds its gradients in the same pass. ----------------------------
 
 CHUNK = 512   # tokens; from 128 to 2048 made no difference
 
+def token_losses(x_BTD, w_VD, y_BT, vocab_size):
+    """Softmax cross-entropy with logits x @ w.T: (losses, dx, dw), gradients of the losses' sum.
 
-def token_losses(x_BTD, w_VD, y_BT, vocab_size, with_grads=False):
-    """Softmax cross-entropy with logits x @ w.T, per token: (B, T) float32, nats.
-
-    Each device of the `model` axis holds some rows of w; pmax and psum put the softmax together
-    (Megatron-LM, arXiv:1909.08053). Rows from vocab_size on are padding and take no part.
-    With grads, returns (losses, dx, dw), the gradients being those of the sum of the losses.
+    Losses are (B, T) float32, nats. Each device of the `model` axis holds some rows of w; pmax and
+    psum put the softmax together (Megatron-LM, arXiv:1909.08053). Rows from vocab_size on are
+    padding and take no part. Where only losses are used, the compiler drops the gradients.
     """
     def local(x_BTD, w_VD, y_BT):
         (rows, D), n = w_VD.shape, y_BT.size
         size = min((c for c in range(1, n + 1) if n % c == 0), key=lambda c: abs(math.log(c / CHUNK)))
         first = jax.lax.axis_index('model') * rows
         real_V = first + jnp.arange(rows) < vocab_size
-        kernel_VD = w_VD.astype(x_BTD.dtype)
         at_BT = jnp.where((y_BT >= first) & (y_BT < first + rows), y_BT - first, rows)   # or nowhere
+        kernel_VD, float32 = w_VD.astype(x_BTD.dtype), dict(preferred_element_type=jnp.float32)
 
         def chunk(dw_VD, x_and_at):
             x_CD, at_C = x_and_at
-            logits_CV = jnp.matmul(x_CD, kernel_VD.T, preferred_element_type=jnp.float32)
-            logits_CV = jnp.where(real_V, logits_CV, -jnp.inf)
+            logits_CV = jnp.where(real_V, jnp.matmul(x_CD, kernel_VD.T, **float32), -jnp.inf)
             top_C = jax.lax.pmax(logits_CV.max(-1), 'model')
             exp_CV = jnp.exp(logits_CV - top_C[:, None])
             target_CD = kernel_VD.at[at_C].get(mode='fill', fill_value=0)
-            target_C = jnp.einsum('cd,cd->c', x_CD, target_CD, preferred_element_type=jnp.float32)
+            target_C = jnp.einsum('cd,cd->c', x_CD, target_CD, **float32)
             sum_C, target_C = jax.lax.psum((exp_CV.sum(-1), target_C), 'model')
-            loss_C = top_C + jnp.log(sum_C) - target_C
-            if not with_grads:
-                return dw_VD, (loss_C, None)
             # d loss / d logits is exp / sum - onehot. The two parts meet w and x apart from each
             # other, which saves passes over (C, V); the onehot part of dw follows after the scan.
             exp_CV = exp_CV.astype(x_CD.dtype)
             dx_CD = jax.lax.psum((exp_CV @ kernel_VD) / sum_C[:, None] - target_CD, 'model')
-            scaled_CD = (x_CD / sum_C[:, None]).astype(x_CD.dtype)
-            dw_VD += jnp.matmul(exp_CV.T, scaled_CD, preferred_element_type=jnp.float32)
-            return dw_VD, (loss_C, dx_CD.astype(x_CD.dtype))
+            dw_VD += jnp.matmul(exp_CV.T, (x_CD / sum_C[:, None]).astype(x_CD.dtype), **float32)
+            return dw_VD, (top_C + jnp.log(sum_C) - target_C, dx_CD.astype(x_CD.dtype))
 
         zeros = jax.lax.pcast(jnp.zeros(w_VD.shape), ('batch', 'model'), to='varying')
         chunks = x_BTD.reshape(-1, size, D), at_BT.reshape(-1, size)
-        dw_VD, (losses, dx) = jax.lax.scan(chunk, zeros if with_grads else None, chunks)
-        if not with_grads:
-            return losses.reshape(y_BT.shape)
+        dw_VD, (losses, dx) = jax.lax.scan(chunk, zeros, chunks)
         dw_VD = dw_VD.at[at_BT.reshape(n)].add(-x_BTD.reshape(n, D).astype(jnp.float32), mode='drop')
         return losses.reshape(y_BT.shape), dx.reshape(x_BTD.shape), jax.lax.psum(dw_VD, 'batch')
 
     w_spec, y_spec = P('model', None), P('batch', None)
-    out_specs = (y_spec, RESIDUAL, w_spec) if with_grads else y_spec
-    return jax.shard_map(local, in_specs=(RESIDUAL, w_spec, y_spec), out_specs=out_specs)(x_BTD, w_VD, y_BT)
-
+    return jax.shard_map(local, in_specs=(RESIDUAL, w_spec, y_spec),
+                         out_specs=(y_spec, RESIDUAL, w_spec))(x_BTD, w_VD, y_BT)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def cross_entropy(x_BTD, w_VD, y_BT, vocab_size):
-    """The mean of token_losses, which brings its own gradients."""
-    return token_losses(x_BTD, w_VD, y_BT, vocab_size).mean()
-
+    """The mean of token_losses, whose gradients are found on the way forward."""
+    return token_losses(x_BTD, w_VD, y_BT, vocab_size)[0].mean()
 
 def cross_entropy_forward(x_BTD, w_VD, y_BT, vocab_size):
-    losses_BT, dx_BTD, dw_VD = token_losses(x_BTD, w_VD, y_BT, vocab_size, with_grads=True)
-    return losses_BT.mean(), (dx_BTD, dw_VD, y_BT.size)
+    losses_BT, *grads = token_losses(x_BTD, w_VD, y_BT, vocab_size)
+    return losses_BT.mean(), [(grad / y_BT.size).astype(grad.dtype) for grad in grads]
 
-
-def cross_entropy_backward(vocab_size, saved, g):
-    dx_BTD, dw_VD, n = saved
-    return (dx_BTD * (g / n)).astype(dx_BTD.dtype), dw_VD * (g / n), None
-
-
-cross_entropy.defvjp(cross_entropy_forward, cross_entropy_backward)
-
+cross_entropy.defvjp(cross_entropy_forward, lambda vocab_size, grads, g: (
+    *((grad * g).astype(grad.dtype) for grad in grads), None))
 
 def loss_fn(model, ids_BS, vocab_size, dropout_key=None):
     """Mean loss over the windows, nats a token: each token is predicted from those before it."""
     rngs = None if dropout_key is None else nnx.Rngs(dropout=dropout_key)
     x_BTD, _ = model(ids_BS[:, :-1], rngs=rngs)
     return cross_entropy(x_BTD, model.output_layer[...], ids_BS[:, 1:], vocab_size)
-
 
 def create_optimizer(model, schedule, weight_decay, clip_norm):
     """Clipping, then AdamW, which decays matrices only; its state is split as the parameters are."""
@@ -528,13 +468,11 @@ def create_optimizer(model, schedule, weight_decay, clip_norm):
         mask=lambda params: jax.tree.map(lambda a: a.ndim > 1, params)))
     return jax.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model)
 
-
 def create_schedule(peak, warmup_steps, total_steps):
     """Learning rate by step: linear warm-up to the peak, then a cosine down to a tenth of it."""
     warmup_steps = min(warmup_steps, total_steps - 1)
     return optax.warmup_cosine_decay_schedule(
         peak / (warmup_steps + 1), peak, warmup_steps, total_steps, peak / 10)
-
 
 @functools.partial(jax.jit, donate_argnames=('model', 'optimizer'),
                    static_argnames=('vocab_size', 'accum_steps', 'dropout'))
@@ -564,15 +502,13 @@ def train_step(model, optimizer, ids_BS, key, *, vocab_size, accum_steps, dropou
     grad_norm = optax.tree.norm(jax.tree.leaves(grads))
     return model, optimizer, {'loss': loss / accum_steps, 'grad_norm': grad_norm}
 
-
 @functools.partial(jax.jit, static_argnames='vocab_size')
 def eval_step(model, ids_BS, *, vocab_size):
     """Mean loss of each window: (B,) nats a token, dropout off."""
     model = gather(model)
     x_BTD, _ = model(ids_BS[:, :-1])
-    losses_BT = token_losses(x_BTD, model.output_layer[...], ids_BS[:, 1:], vocab_size)
+    losses_BT, *_ = token_losses(x_BTD, model.output_layer[...], ids_BS[:, 1:], vocab_size)
     return jax.reshard(losses_BT.mean(-1), P())
-
 
 def evaluate(model, held_out, rows, vocab_size):
     """Mean loss of the held-out windows, nats a token, `rows` of them at a time."""
@@ -582,11 +518,9 @@ def evaluate(model, held_out, rows, vocab_size):
         losses.append(eval_step(model, to_devices(batch_BS), vocab_size=vocab_size))
     return np.concatenate(jax.device_get(losses))[:count].mean()
 
-
 # ---- Reports: numbers are read one step late, so that the device never waits for Python ---------
 
 COLUMNS = ('step', 'loss', 'grad_norm', 'learning_rate', 'tokens_per_s', 'val_loss')
-
 
 def say(text, end='\n', file=None):
     """Prints, in process 0 alone; a line to be overwritten (end='\\r') only on a terminal."""
@@ -594,11 +528,9 @@ def say(text, end='\n', file=None):
     if jax.process_index() == 0 and (end == '\n' or file.isatty()):
         print(text, end=end, file=file, flush=True)
 
-
 def read_metrics(path):
     """The rows of metrics.csv, as dictionaries of text."""
     return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
-
 
 class Report:
     """Log lines and rows of metrics.csv, for the steps that are logged or validated."""
@@ -606,21 +538,25 @@ class Report:
     def __init__(self, path, start, total, batch_tokens, schedule):
         self.path, self.total, self.batch_tokens, self.schedule = path, total, batch_tokens, schedule
         self.pending = self.last = None
-        self.paused = 0.0   # seconds that validation took, not to be counted as training
-        old = [row.values() for row in read_metrics(path) if int(row['step']) < start]
-        self.write('w', COLUMNS, *old)
+        self.paused = 0.0   # seconds spent on validations
+        self.write('w', COLUMNS, *(row.values() for row in read_metrics(path) if int(row['step']) < start))
 
     def write(self, mode, *rows):
         if jax.process_index() == 0:
             with open(self.path, mode) as file:
                 file.writelines(','.join(map(str, row)) + '\n' for row in rows)
 
-    def add(self, step, metrics, val_loss):
-        """Takes a step's numbers, still being computed: flush reads them after the next step."""
-        self.pending = step, metrics, val_loss
+    @contextlib.contextmanager
+    def pause(self, model):
+        """What is done meanwhile does not count as training time."""
+        self.flush()
+        jax.block_until_ready(model)
+        began = time.perf_counter()
+        yield
+        self.paused += time.perf_counter() - began
 
     def flush(self):
-        """Prints and writes what was added."""
+        """Prints and writes the pending (step, metrics, val_loss), waiting for the device."""
         if not self.pending:
             return
         (step, metrics, val_loss), self.pending = self.pending, None
@@ -641,76 +577,69 @@ class Report:
         say(line)
         self.write('a', row.values())
 
-
 def plot_loss(workdir, floor, floor_name):
-    """Draws loss.png from metrics.csv: training loss raw and smoothed, validation loss, a floor."""
+    """Draws loss.png from metrics.csv: training and validation loss, and a line to compare with."""
     import matplotlib.figure   # slow to import; a bare Figure needs no display
     figure = matplotlib.figure.Figure(figsize=(8, 5))
     axes = figure.add_subplot(xlabel='step', ylabel='loss (nats a token)', yscale='log', title=workdir)
-    rows = read_metrics(workdir / 'metrics.csv')
-    for name, style, color, label in [('loss', '-', '0.7', 'training, each logged batch'),
-                                      ('val_loss', 'o--', 'black', 'validation')]:
-        points = np.array([(float(row['step']), float(row[name])) for row in rows if row[name]])
-        steps, losses = points.reshape(-1, 2).T
-        axes.plot(steps, losses, style, color=color, label=label)
-        if name == 'loss' and len(steps) > 8:
-            mean = np.convolve(losses, np.full(9, 1 / 9), 'valid')
-            axes.plot(steps[4:-4], mean, 'k-', label='training, mean of 9')
+    points = {name: np.array([(float(row['step']), float(row[name])) for row in rows if row[name]])
+              for rows in [read_metrics(workdir / 'metrics.csv')] for name in ('loss', 'val_loss')}
+    loss, val_loss = (points[name].reshape(-1, 2).T for name in ('loss', 'val_loss'))
+    axes.plot(*loss, color='0.7', label='training, each logged batch')
+    if loss.shape[1] > 8:
+        axes.plot(loss[0, 4:-4], np.convolve(loss[1], np.full(9, 1 / 9), 'valid'), 'k-',
+                  label='training, mean of 9')
+    axes.plot(*val_loss, 'o--', color='black', label='validation')
     axes.axhline(floor, linestyle=':', color='black', label=f'{floor_name}, {floor:.3f}')
     axes.legend()
     figure.savefig(workdir / 'loss.part.png', dpi=120)
     os.replace(workdir / 'loss.part.png', workdir / 'loss.png')
 
+def profiled(next_step, num_steps, folder, summarise):
+    """next_step that traces num_steps calls after the first 5, then calls summarise(seconds of each)."""
+    calls, times = itertools.count(-5), []
 
-def profiled(next_step, first, last, folder, summarise):
-    """next_step, with its calls from `first` to `last` traced; then summarise(seconds of each)."""
-    calls, times = itertools.count(), []
-
-    def traced_step(model, optimizer):
-        if (call := next(calls)) == first:
-            jax.block_until_ready((model, optimizer))
+    def traced_step(*state):
+        call, began = next(calls), time.perf_counter()
+        if not 0 <= call < num_steps:
+            return next_step(*state)
+        if call == 0:
+            jax.block_until_ready(state)
             jax.profiler.start_trace(folder)
-        if not first <= call < last:
-            return next_step(model, optimizer)
-        began = time.perf_counter()
+            began = time.perf_counter()
         with jax.profiler.StepTraceAnnotation('train', step_num=call):
-            result = jax.block_until_ready(next_step(model, optimizer))
+            result = jax.block_until_ready(next_step(*state))
         times.append(time.perf_counter() - began)
-        if call == last - 1:
+        if call == num_steps - 1:
             jax.profiler.stop_trace()
             summarise(times)
         return result
     return traced_step
 
-
 def summarise_profile(times, folder, hlo, batch_size, maxlen):
-    """Prints what a step takes and where the devices' time goes, from the trace in `folder`.
+    """Prints the time of a step (`times` are in seconds) and, from the trace, where it goes.
 
-    `times` are seconds a step. `hlo`, the compiled step as text, tells which operations hold a
-    matrix product. Waiting for other devices inside a collective counts as collective.
+    `hlo`, the compiled step as text, tells which operations hold a matrix product. Waiting for
+    other devices inside a collective counts as collective.
     """
     products, computation, spent = set(), '', collections.Counter()
     for line in hlo.splitlines():
         if head := re.match(r'(?:ENTRY )?%([\w.-]+) \(.*\{$', line):
             computation = head[1]
-        elif found := re.match(r'\s+(?:ROOT )?%([\w.-]+) = ', line):
-            called = re.search(r'calls=%([\w.-]+)', line)
-            if ' dot(' in line or 'gemm' in line or called and called[1] in products:
-                products |= {found[1], computation}
+        elif op := re.match(r'\s+(?:ROOT )?%([\w.-]+) = ', line):
+            if ' dot(' in line or 'gemm' in line or products & set(re.findall(r'calls=%([\w.-]+)', line)):
+                products |= {op[1], computation}
     trace = max(glob.glob(f'{folder}/**/*.xplane.pb', recursive=True), key=os.path.getmtime)
-    for plane in jax.profiler.ProfileData.from_file(trace).planes:
-        for event in itertools.chain.from_iterable(line.events for line in plane.lines):
-            op = dict(event.stats).get('hlo_op')
-            if op and not event.name.startswith('end: ') and not re.match('while|call|conditional', op):
-                kind = ('collectives' if re.match('all-|reduce-scatter|collective', op) else
-                        'matrix products' if op in products else 'the rest')
-                spent[kind] += event.duration_ns
-    step = np.median(times)
-    say(f'profile of {len(times)} steps, trace in {folder}: {1e3 * step:.1f} ms a step (from '
-        f'{1e3 * min(times):.1f} to {1e3 * max(times):.1f}), {1e3 * step / batch_size:.2f} ms an '
-        f'example, {batch_size * maxlen / step:,.0f} tokens/s; of the time in operations: '
+    lines = [line for plane in jax.profiler.ProfileData.from_file(trace).planes for line in plane.lines]
+    for event in itertools.chain.from_iterable(line.events for line in lines):
+        op = dict(event.stats).get('hlo_op', 'while')
+        if not event.name.startswith('end: ') and not re.match('while|call|conditional', op):
+            spent['collectives' if re.match('all-|reduce-scatter|collective', op) else
+                  'matrix products' if op in products else 'the rest'] += event.duration_ns
+    step, most = np.median(times), max(times)
+    say(f'profile of {len(times)} steps in {folder}: {1e3 * step:.1f} ms a step ({1e3 * most:.1f} at '
+        f'most), {1e3 * step / batch_size:.2f} ms an example, {batch_size * maxlen / step:,.0f} tokens/s; '
         + ', '.join(f'{kind} {100 * ns / spent.total():.0f}%' for kind, ns in spent.most_common()))
-
 
 # ---- Sampler: one pass fills in the prompt, then a token a pass against the KV cache, in one loop
 # whose shapes know nothing of the prompt: it compiles once. --------------------------------------
@@ -743,7 +672,6 @@ def generate_tokens(model, ids_BT, start, stop, key, temperature, *, vocab_size,
     carry = jax.lax.while_loop(lambda carry: (carry[0] < stop) & ~carry[-1].all(), write_one, carry)
     return jax.reshard(carry[2], P())
 
-
 def encode_prompt(tokenizer, prompt, maxlen):
     """End-of-text, which every story in the token stream follows, and the prompt's ids.
 
@@ -754,7 +682,6 @@ def encode_prompt(tokenizer, prompt, maxlen):
         sys.exit(f'--prompt has {len(ids) - 1} tokens; --maxlen={maxlen} leaves room for {maxlen - 2}: '
                  'one more is end-of-text, and one is to be written.')
     return ids
-
 
 def generate_text(model, tokenizer, prompt, maxlen, *, num_samples=1, max_new_tokens=0, top_k=10,
                   temperature=1.0, seed=0):
@@ -776,7 +703,6 @@ def generate_text(model, tokenizer, prompt, maxlen, *, num_samples=1, max_new_to
         texts.append(tokenizer.decode_bytes(ids).decode(errors='replace').rstrip('\ufffd'))
     return texts   # without half a character at the cut, which the rstrip took
 
-
 # ---- Checkpoint: parameters, optimizer state (its step included) and configuration. Order of the
 # data and random keys follow from seed and step, so there is no other state to lose. -------------
 
@@ -784,7 +710,6 @@ def open_checkpoints(workdir, keep=1, read_only=False):
     """Orbax manager that saves in the background and keeps the newest checkpoints."""
     return ocp.CheckpointManager((workdir / 'checkpoints').absolute(), options=ocp.CheckpointManagerOptions(
         max_to_keep=keep, read_only=read_only, cleanup_tmp_directories=not read_only))
-
 
 def save_checkpoint(manager, step, model, optimizer, config):
     """Copies the state and returns; Orbax writes it to a temporary folder and renames that."""
@@ -794,7 +719,6 @@ def save_checkpoint(manager, step, model, optimizer, config):
             optimizer=ocp.args.StandardSave(nnx.to_pure_dict(nnx.state(optimizer))),
             config=ocp.args.JsonSave(config)))
 
-
 def restore(manager, step, **modules):
     """Fills modules (model=..., optimizer=...), each array read straight into its sharding."""
     for name, module in modules.items():
@@ -803,23 +727,19 @@ def restore(manager, step, **modules):
         item = ocp.args.Composite(**{name: ocp.args.StandardRestore(target)})
         nnx.update(module, manager.restore(step, args=item)[name])
 
-
 def read_config(manager, step):
     """The configuration that was saved with the checkpoint."""
     return manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))['config']
 
-
 # ---- Main: checks, set-up, and a loop that waits for the device only to report ------------------
 
 SIGNALS = []   # those that came; each asks the loop to save and stop
-
 
 def on_signal(number, frame):
     """Notes the signal for the loop; a second one ends the process at once."""
     SIGNALS.append(number)
     signal.signal(number, signal.SIG_DFL)
     say(f'{signal.Signals(number).name}: stopping after this step and a checkpoint')
-
 
 def parse_flags(argv):
     """Parses the command line; an error in it is one line and exit status 1."""
@@ -831,88 +751,66 @@ def parse_flags(argv):
         sys.exit(f'Stray argument {rest[1]!r}: flags begin with --, as in --mesh=4,2.')
     return rest
 
-
-def check_resumed(manager, workdir, fixed):
-    """The step of the newest checkpoint (0: none); exits if the run's fixed settings differ."""
-    step = manager.latest_step()
-    saved = read_config(manager, step)['fixed'] if step else fixed
-    for name, value in fixed.items():
-        if saved[name] != value:
-            sys.exit(f'{workdir} holds a run with {name}={saved[name]}, not {value}: take another '
-                     '--workdir, or start anew with --overwrite.')
-    return step or 0
-
-
-def mesh_is_cpu(mesh):
-    return mesh.devices.flat[0].platform == 'cpu'
-
-
-def set_up(F, settings, vocab_size, mesh):
-    """The model, in the compute type of --dtype."""
-    dtype = {'auto': 'float32' if mesh_is_cpu(mesh) else 'bfloat16'}.get(F.dtype, F.dtype)
-    return create_model(F.seed, vocab_size, dtype=jnp.dtype(dtype), **settings)
-
+def compute_dtype(name):
+    """The type of --dtype; auto depends on the devices."""
+    auto = 'float32' if jax.devices()[0].platform == 'cpu' else 'bfloat16'
+    return jnp.dtype(auto if name == 'auto' else name)
 
 def sample(F):
     """--mode=sample: text to stdout. Model, settings and tokenizer come from the checkpoint."""
-    runs = sorted(glob.glob('runs/*/checkpoints'), key=os.path.getmtime) or ['runs/none/checkpoints']
-    run = pathlib.Path(F.workdir) if F.workdir else pathlib.Path(runs[-1]).parent
+    runs = sorted(glob.glob('runs/*/checkpoints'), key=os.path.getmtime)
+    run = pathlib.Path(F.workdir or (runs and os.path.dirname(runs[-1])) or 'runs')
     manager = open_checkpoints(run, read_only=True) if (run / 'checkpoints').is_dir() else None
     step = manager and manager.latest_step()
     if step is None:
         sys.exit(f'{run} has no checkpoint to sample from: train first, or name another --workdir.')
-    config = read_config(manager, step)
+    config, mesh = read_config(manager, step), create_mesh(F.mesh)
     say(f'{run}, step {step}', file=sys.stderr)
-    tokenizer = load_tokenizer(config['fixed']['tokenizer'], config['words'])
-    model = set_up(F, config['model'], tokenizer.n_vocab, create_mesh(F.mesh))
+    tokenizer = load_tokenizer(config['tokenizer'], config['words'])
+    model = create_model(0, tokenizer.n_vocab, compute_dtype(F.dtype), **config['model'])
     restore(manager, step, model=model)
-    texts = generate_text(
-        model, tokenizer, F.prompt, config['model']['maxlen'], num_samples=F.num_samples,
-        max_new_tokens=F.max_new_tokens, top_k=F.top_k, temperature=F.temperature, seed=F.seed)
-    print('\n\n'.join(texts), flush=True)
-
-
-def train_loop(model, optimizer, step, total, next_step, validate, save, report, every):
-    """Trains from `step` to `total`, or to a signal, and returns the step where it stopped."""
-    due = lambda what: every[what] and step % every[what] == 0
-    while True:
-        val_loss = validate(step, model) if due('eval') or step == total else None
-        stopping = step == total or SIGNALS
-        if due('checkpoint') or stopping:
-            report.flush()
-            save(step, model, optimizer)
-        if stopping:
-            report.add(step, {}, val_loss)
-            report.flush()
-            return step
-        model, optimizer, metrics = next_step(model, optimizer)
-        report.flush()
-        if due('log') or val_loss is not None:
-            report.add(step, metrics, val_loss)
-        step += 1
-
+    print('\n\n'.join(generate_text(
+        model, tokenizer, F.prompt, config['model']['maxlen'], num_samples=F.num_samples, seed=F.seed,
+        max_new_tokens=F.max_new_tokens, top_k=F.top_k, temperature=F.temperature)), flush=True)
 
 def plan_run(F):
-    """What the flags come to: (data or None, tokenizer name, maxlen, mesh, batch_size, workdir)."""
+    """What flags, text and devices come to: (data, tokenizer name, maxlen, mesh, batch_size, workdir)."""
     data = pathlib.Path(F.data or 'TinyStories-train.txt').expanduser()
     if F.data and not data.is_file():
         sys.exit(f'--data={F.data}: no such file.')
     data = data if data.is_file() else None
     tokenizer, maxlen, rows = ('gpt2', 256, 144) if data else ('words', 64, 4)
     mesh = create_mesh(F.mesh, F.num_processes or 1)
-    batch = mesh.shape['batch']
+    batch, model = mesh.devices.shape
     batch_size = F.batch_size or -(-rows // batch) * batch
     check_sizes(mesh, batch_size, F.accum_steps, F.embed_dim, F.num_heads, F.feed_forward_dim)
     workdir = pathlib.Path(F.workdir or f'runs/{data.stem if data else "grammar"}-'
                            f'{F.num_transformer_blocks}x{F.embed_dim}-b{batch_size}-s{F.seed}')
-    say(f'{data or "built-in story grammar"} -> {workdir}')
-    say(f'mesh of {batch} x {mesh.shape["model"]} {mesh.devices.flat[0].device_kind} devices, batch x '
-        'model' + ', simulated on this machine' * (mesh.size > 1 and mesh_is_cpu(mesh)))
+    device = mesh.devices.flat[0]
+    say(f'{data or "built-in story grammar"} -> {workdir}\nmesh {batch},{model}: {batch} batch x {model} '
+        f'model {device.device_kind} devices' + ', simulated' * (device.platform == 'cpu' and mesh.size > 1))
     return data, F.tokenizer or tokenizer, F.maxlen or maxlen, mesh, batch_size, workdir
 
+def find_start(manager, workdir, config, total):
+    """The step of the newest checkpoint, 0 where there is none.
+
+    Exits where that run differs in what a run may not change, or is finished.
+    """
+    step = manager.latest_step() or 0
+    saved = read_config(manager, step) if step else config
+    for name in ('data', 'tokenizer', 'batch_size', 'seed', *config['model']):
+        old, new = (values | values['model'] for values in (saved, config))
+        if old[name] != new[name]:
+            sys.exit(f'{workdir} holds a run with {name}={old[name]}, not {new[name]}: take another '
+                     '--workdir, or start anew with --overwrite.')
+    if step >= total:
+        say(f'{workdir} is finished at step {step}: raise --max_steps to go on, or start anew with '
+            '--overwrite.')
+        sys.exit(0)
+    return step
 
 def train(F):
-    """--mode=train: sets the run up, or where it stopped, and trains."""
+    """--mode=train: sets a run up, or goes on where it stopped."""
     data, name, maxlen, mesh, batch_size, workdir = plan_run(F)
     if F.overwrite:
         shutil.rmtree(workdir, ignore_errors=True)
@@ -920,79 +818,85 @@ def train(F):
     stories = file_stories(data) if data else grammar_stories()
     words = common_words(stories) if name == 'words' else []
     tokenizer = load_tokenizer(name, words)
-    encode_prompt(tokenizer, F.prompt, maxlen)   # before anything compiles
+    encode_prompt(tokenizer, F.prompt, maxlen)   # to fail before anything compiles
     ids, digest = load_tokens(data, tokenizer, workdir)
     training, held_out = split_windows(ids, maxlen, batch_size)
     total = F.max_steps or len(training) * F.num_epochs // batch_size
-    settings = dict(maxlen=maxlen, embed_dim=F.embed_dim, num_heads=F.num_heads, dropout=F.dropout,
-                    feed_forward_dim=F.feed_forward_dim, num_transformer_blocks=F.num_transformer_blocks)
-    fixed = settings | dict(data=digest, tokenizer=name, batch_size=batch_size, seed=F.seed)
-    config = dict(model=settings, fixed=fixed, words=words, accum_steps=accum_steps)
+    settings = dict(maxlen=maxlen, num_transformer_blocks=F.num_transformer_blocks, embed_dim=F.embed_dim,
+                    num_heads=F.num_heads, feed_forward_dim=F.feed_forward_dim, dropout=F.dropout)
+    config = dict(model=settings, tokenizer=name, words=words, data=digest, batch_size=batch_size,
+                  seed=F.seed, accum_steps=accum_steps)
     manager = open_checkpoints(workdir, F.keep)
-    start = check_resumed(manager, workdir, fixed)
-    if start >= total:
-        return say(f'{workdir} is finished at step {start}: raise --max_steps to go on, or start '
-                   'anew with --overwrite.')
+    step = find_start(manager, workdir, config, total)
 
-    model = set_up(F, settings, tokenizer.n_vocab, mesh)
+    model = create_model(F.seed, tokenizer.n_vocab, compute_dtype(F.dtype), **settings)
     schedule = create_schedule(F.learning_rate, F.warmup_steps, total)
     optimizer = create_optimizer(model, schedule, F.weight_decay, F.clip_norm)
-    if start:
-        restore(manager, start, model=model, optimizer=optimizer)
+    if step:
+        restore(manager, step, model=model, optimizer=optimizer)
+        say(f'going on from step {step}')
     say(f'{sum(a.size for a in jax.tree.leaves(model)):,} parameters | {len(training):,} windows to '
-        f'train on, {len(held_out)} held out | {total:,} steps of {batch_size} x {maxlen} tokens in '
-        f'{accum_steps} micro-batches' + f' | resumed at step {start}' * (start > 0))
-    say('compiling the train step ...')
+        f'train on, {len(held_out)} held out | {total:,} steps of {batch_size} x {maxlen} tokens, '
+        f'{accum_steps} micro-batches each\ncompiling the train step ...')
     began, key = time.perf_counter(), jax.random.key(F.seed)
-    batch_spec = jax.ShapeDtypeStruct((batch_size, maxlen + 1), np.int32,
-                                      sharding=NamedSharding(mesh, P('batch', None)))
-    compiled = train_step.lower(model, optimizer, batch_spec, key, vocab_size=tokenizer.n_vocab,
+    batches = map(to_devices, training_batches(training, batch_size, F.seed, step, total))
+    batch_BS = next(batches)
+    compiled = train_step.lower(model, optimizer, batch_BS, key, vocab_size=tokenizer.n_vocab,
                                 accum_steps=accum_steps, dropout=F.dropout > 0).compile()
     say(f'compiled in {time.perf_counter() - began:.1f} s')
-    batches = training_batches(training, batch_size, F.seed, start, total)
-    report = Report(workdir / 'metrics.csv', start, total, batch_size * maxlen, schedule)
-    floor = (math.log(tokenizer.n_vocab), 'ln of the vocabulary') if data else (
-        ENTROPY, 'entropy of the grammar')
+    batches = itertools.chain([batch_BS], batches)
+    next_step = lambda model, optimizer: compiled(model, optimizer, next(batches), key)
+    if F.profile_steps:
+        folder = str(workdir / 'profile')
+        next_step = profiled(next_step, F.profile_steps, folder, functools.partial(
+            summarise_profile, folder=folder, hlo=compiled.as_text(), batch_size=batch_size, maxlen=maxlen))
+    report = Report(workdir / 'metrics.csv', step, total, batch_size * maxlen, schedule)
+    floor = (ENTROPY, 'entropy of the grammar') if data is None else (
+        math.log(tokenizer.n_vocab), 'ln of the vocabulary')
 
-    def next_step(model, optimizer):
-        return compiled(model, optimizer, to_devices(next(batches)), key)
-
-    def validate(step, model):
-        report.flush()
-        jax.block_until_ready(model)
-        began = time.perf_counter()
+    def validate(model):
         val_loss = evaluate(model, held_out, batch_size // accum_steps, tokenizer.n_vocab)
         text, = generate_text(model, tokenizer, F.prompt, maxlen, max_new_tokens=F.max_new_tokens,
                               top_k=F.top_k, temperature=F.temperature, seed=F.seed)
-        say(f'\n--- step {step}, validation loss {val_loss:.4f}, {floor[1]} {floor[0]:.4f} ---\n{text}\n')
+        say(f'\n--- step {step}: validation loss {val_loss:.4f}, {floor[1]} {floor[0]:.4f} ---\n{text}\n')
         plot_loss(workdir, *floor)
-        report.paused += time.perf_counter() - began
         return val_loss
 
-    def save(step, model, optimizer):
-        save_checkpoint(manager, step, model, optimizer, config)
-
-    if F.profile_steps:
-        folder = str(workdir / 'profile')
-        next_step = profiled(next_step, 5, 5 + F.profile_steps, folder, functools.partial(
-            summarise_profile, folder=folder, hlo=compiled.as_text(), batch_size=batch_size, maxlen=maxlen))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
-    every = {'log': F.log_every, 'eval': F.eval_every, 'checkpoint': F.checkpoint_every}
-    step = train_loop(model, optimizer, start, total, next_step, validate, save, report, every)
+    while True:
+        val_loss = None
+        if step == total or F.eval_every and step % F.eval_every == 0:
+            with report.pause(model):
+                val_loss = validate(model)
+        stopping = step == total or SIGNALS
+        if stopping or F.checkpoint_every and step % F.checkpoint_every == 0:
+            report.flush()
+            save_checkpoint(manager, step, model, optimizer, config)
+        if stopping:
+            break
+        model, optimizer, metrics = next_step(model, optimizer)
+        report.flush()
+        if step % F.log_every == 0 or val_loss is not None:
+            report.pending = step, metrics, val_loss
+        step += 1
     manager.close()
-    plot_loss(workdir, *floor)
+    if val_loss is not None:
+        report.pending = step, {}, val_loss
+        report.flush()
+        plot_loss(workdir, *floor)
     say(f'step {step}: checkpoint, metrics.csv and loss.png are in {workdir}')
     if SIGNALS:
-        say('run the same command again to go on')
+        say('the same command goes on from there')
         sys.exit(128 + SIGNALS[0])
-
 
 def main(argv):
     """Trains or samples, as --mode says."""
     logging.set_verbosity(logging.ERROR)
-    (sample if flags.FLAGS.mode == 'sample' else train)(flags.FLAGS)
-
+    try:
+        (sample if flags.FLAGS.mode == 'sample' else train)(flags.FLAGS)
+    except OSError as error:
+        sys.exit(f'{error.filename or "a file"}: {error.strerror or error}')
 
 if __name__ == '__main__':
     app.run(main, flags_parser=parse_flags)
