@@ -22,7 +22,7 @@ Capitals in names are shapes: B batch, T time (tokens), S T+1 or cached tokens, 
 F feed_forward_dim, N heads, H head size, V vocabulary, C chunk of tokens, K top_k.
 Not here: mixtures of experts, reinforcement learning, a server.
 """
-import collections, contextlib, csv, functools, glob, hashlib, itertools, json, math, os, pathlib
+import collections, dataclasses, functools, glob, hashlib, itertools, json, math, os, pathlib
 import random, re, shutil, signal, sys, time
 
 from absl import app, flags, logging
@@ -39,64 +39,52 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 # ---- Flags: only main reads them ----------------------------------------------------------------
 
 flags.DEFINE_enum('mode', 'train', ['train', 'sample'], 'train or resume a run, or write with it')
-flags.DEFINE_string('workdir', None, 'folder of the run; unset: runs/ and a name made of data, '
-                    'model, batch and seed, or, to sample, the newest run there')
+flags.DEFINE_string('workdir', None, 'folder of the run; unset: runs/NAME, or to sample the newest')
 flags.DEFINE_bool('overwrite', False, 'delete the run in the workdir and start anew')
-flags.DEFINE_integer('keep', 3, 'newest checkpoints kept', lower_bound=1)
-flags.DEFINE_string('mesh', '-1,1', 'devices as batch,model; one may be -1, what is left; on CPUs '
-                    'they are simulated')
-flags.DEFINE_integer('num_transformer_blocks', 8, 'blocks', lower_bound=1)
-flags.DEFINE_integer('maxlen', None, 'tokens of context; unset: 256 for a file, 64 for the grammar, '
-                     'one story', lower_bound=2)
-flags.DEFINE_integer('embed_dim', 256, 'width of embeddings and blocks', lower_bound=1)
-flags.DEFINE_integer('num_heads', 8, 'attention heads a block', lower_bound=1)
-flags.DEFINE_integer('feed_forward_dim', 256, 'width inside the MLP', lower_bound=1)
-flags.DEFINE_float('dropout', 0.0, 'share of activations dropped in training; the tutorial has 0.1, '
-                   'which costs a quarter of the speed on CPUs', 0, 0.9)
-flags.DEFINE_enum('dtype', 'auto', ['auto', 'float32', 'bfloat16'], 'of the compute; auto: bfloat16 '
-                  'on accelerators, float32 on CPUs')
+flags.DEFINE_integer('keep', 3, 'newest checkpoints kept', 1)
+flags.DEFINE_string('mesh', '-1,1', 'devices as batch,model; -1: all; on CPUs they are simulated')
+flags.DEFINE_integer('num_transformer_blocks', 8, 'blocks', 1)
+flags.DEFINE_integer('maxlen', None, 'tokens of context; unset: 256, or 64 for the grammar', 2)
+flags.DEFINE_integer('embed_dim', 256, 'width of embeddings and blocks', 1)
+flags.DEFINE_integer('num_heads', 8, 'attention heads a block', 1)
+flags.DEFINE_integer('feed_forward_dim', 256, 'width inside the MLP', 1)
+flags.DEFINE_float('dropout', 0.0, 'share of activations dropped in training', 0, 0.9)
+flags.DEFINE_enum('dtype', 'auto', ['auto', 'float32', 'bfloat16'], 'auto: float32 on CPUs')
 flags.DEFINE_string('data', None, 'UTF-8 text, stories ended by <|endoftext|>; unset: '
                     'TinyStories-train.txt if it is in this folder, else a built-in story grammar')
 flags.DEFINE_string('tokenizer', None, 'bytes, words (bytes and common words of the text) or a '
                     'tiktoken encoding; unset: gpt2 for a file, words for the grammar')
-flags.DEFINE_integer('batch_size', None, 'windows a step over all devices and hosts; unset: 144 '
-                     'for a file, 4 for the grammar', lower_bound=1)
-flags.DEFINE_integer('accum_steps', 0, 'micro-batches a step, one after the other; 0: chosen from '
-                     'batch, maxlen and mesh', lower_bound=0)
-flags.DEFINE_integer('num_epochs', 1, 'times each window is seen', lower_bound=1)
-flags.DEFINE_integer('max_steps', 0, 'steps in all; 0: as the epochs give', lower_bound=0)
-flags.DEFINE_float('learning_rate', 1e-3, 'peak, after warm-up and before the cosine', lower_bound=0)
-flags.DEFINE_integer('warmup_steps', 20, 'steps of rising learning rate', lower_bound=0)
-flags.DEFINE_float('weight_decay', 0.1, 'of AdamW, on matrices', lower_bound=0)
-flags.DEFINE_float('clip_norm', 1.0, 'largest gradient norm', lower_bound=0)
-flags.DEFINE_integer('seed', 42, 'of parameters, order, dropout and samples', lower_bound=0)
-flags.DEFINE_integer('log_every', 10, 'steps between log lines', lower_bound=1)
-flags.DEFINE_integer('eval_every', 200, 'steps between validations with a story; 0: only at the end',
-                     lower_bound=0)
-flags.DEFINE_integer('checkpoint_every', 200, 'steps between checkpoints; 0: only at the end',
-                     lower_bound=0)
-flags.DEFINE_integer('profile_steps', 0, 'steps to trace, after 5 steps of warm-up', lower_bound=0)
+flags.DEFINE_integer('batch_size', None, 'windows a step; unset: 144, or 4 for the grammar', 1)
+flags.DEFINE_integer('accum_steps', 0, 'micro-batches a step; 0: by batch, maxlen and mesh', 0)
+flags.DEFINE_integer('num_epochs', 1, 'times each window is seen', 1)
+flags.DEFINE_integer('max_steps', 0, 'steps in all; 0: as the epochs give', 0)
+flags.DEFINE_float('learning_rate', 1e-3, 'peak, after warm-up and before the cosine', 0)
+flags.DEFINE_integer('warmup_steps', 20, 'steps of rising learning rate', 0)
+flags.DEFINE_float('weight_decay', 0.1, 'of AdamW, on matrices', 0)
+flags.DEFINE_float('clip_norm', 1.0, 'largest gradient norm', 0)
+flags.DEFINE_integer('seed', 42, 'of parameters, order, dropout and samples', 0)
+flags.DEFINE_integer('log_every', 10, 'steps between log lines', 1)
+flags.DEFINE_integer('eval_every', 200, 'steps between validations with a story; 0: at the end', 0)
+flags.DEFINE_integer('checkpoint_every', 200, 'steps between checkpoints; 0: at the end', 0)
+flags.DEFINE_integer('profile_steps', 0, 'steps to trace, after 5 steps of warm-up', 0)
 flags.DEFINE_string('prompt', 'Once upon a time', 'beginning of the text')
-flags.DEFINE_integer('num_samples', 1, 'texts to write', lower_bound=1)
-flags.DEFINE_integer('max_new_tokens', 0, 'tokens to write; 0: until end-of-text; never more than '
-                     'maxlen, prompt included', lower_bound=0)
-flags.DEFINE_integer('top_k', 10, 'draw from the k likeliest tokens; 0: from all', lower_bound=0)
-flags.DEFINE_float('temperature', 1.0, '0: always the likeliest token', lower_bound=0)
-flags.DEFINE_string('coordinator', None, 'host:port of process 0; "auto" on TPU pods and Slurm')
-flags.DEFINE_integer('num_processes', None, 'processes in all', lower_bound=1)
-flags.DEFINE_integer('process_id', None, 'of this process, from 0', lower_bound=0)
+flags.DEFINE_integer('num_samples', 1, 'texts to write', 1)
+flags.DEFINE_integer('max_new_tokens', 0, 'tokens to write; 0: to end-of-text or maxlen in all', 0)
+flags.DEFINE_integer('top_k', 10, 'draw from the k likeliest tokens; 0: from all', 0)
+flags.DEFINE_float('temperature', 1.0, '0: always the likeliest token', 0)
 
 # ---- Model: pre-LN GPT. Kernels are split over `model` by column, then by row, so that attention
 # and MLP need one all-reduce each; over `batch` they are split for storage alone (FSDP). ---------
 
 RESIDUAL = P('batch', None, None)
+FLOAT32 = dict(preferred_element_type=jnp.float32)   # what products add up in, under bfloat16 too
 normal = nnx.initializers.normal(0.02)
 
 def split(shape, *axes):
     """Metadata that shards a parameter over mesh axes, each where it divides the dimension."""
-    sizes = jax.sharding.get_abstract_mesh().shape
-    return {'out_sharding': tuple(axis if axis and n % sizes[axis] == 0 else None
-                                  for n, axis in zip(shape, axes, strict=True))}
+    mesh = jax.sharding.get_abstract_mesh().shape
+    spec = (axis if axis and n % mesh[axis] == 0 else None for n, axis in zip(shape, axes, strict=True))
+    return {'out_sharding': tuple(spec)}
 
 def table(rngs, rows, columns, *axes):
     """A parameter of `rows` vectors: embeddings, or the output layer."""
@@ -105,14 +93,13 @@ def table(rngs, rows, columns, *axes):
 def attention(q_BTNH, k_BSNH, v_BSNH, index=0):
     """Causal attention, (B, T, N, H), of queries at positions index... to keys at positions 0..."""
     q_BTNH *= q_BTNH.shape[-1] ** -0.5
-    scores_BNTS = jnp.einsum('btnh,bsnh->bnts', q_BTNH, k_BSNH, preferred_element_type=jnp.float32)
+    scores_BNTS = jnp.einsum('btnh,bsnh->bnts', q_BTNH, k_BSNH, **FLOAT32)
     visible_TS = jnp.arange(k_BSNH.shape[1]) <= index + jnp.arange(q_BTNH.shape[1])[:, None]
     scores_BNTS = jnp.where(visible_TS, scores_BNTS, -jnp.inf)
     # Dividing by the sum after the product with the values saves a pass over (T, S): on 2 CPU cores
     # a default step takes 3/4 of the time it takes with jax.nn.dot_product_attention.
     exp_BNTS = jnp.exp(scores_BNTS - jax.lax.stop_gradient(scores_BNTS.max(-1, keepdims=True)))
-    out_BTNH = jnp.einsum('bnts,bsnh->btnh', exp_BNTS.astype(v_BSNH.dtype), v_BSNH,
-                          preferred_element_type=jnp.float32)
+    out_BTNH = jnp.einsum('bnts,bsnh->btnh', exp_BNTS.astype(v_BSNH.dtype), v_BSNH, **FLOAT32)
     return (out_BTNH / exp_BNTS.sum(-1).swapaxes(1, 2)[..., None]).astype(v_BSNH.dtype)
 
 class TransformerBlock(nnx.Module):
@@ -120,7 +107,6 @@ class TransformerBlock(nnx.Module):
 
     def __init__(self, embed_dim, num_heads, feed_forward_dim, dropout, dtype, rngs):
         D, N, H, F = embed_dim, num_heads, embed_dim // num_heads, feed_forward_dim
-
         def linear(inputs, outputs, *axes):   # axes: what splits each dimension of the kernel
             return nnx.LinearGeneral(
                 inputs, outputs, axis=tuple(range(-len(inputs), 0)), use_bias=False, dtype=dtype,
@@ -183,15 +169,17 @@ class MiniGPT(nnx.Module):
         return self.norm(x_BTD), new_caches
 
 def create_model(seed, vocab_size, dtype, **settings):
-    """MiniGPT, its vocabulary padded, each parameter made where it belongs and nowhere whole."""
-    padded = -(-vocab_size // 128) * 128   # 50257 is odd: no `model` axis could split it
-    return jax.jit(lambda: MiniGPT(padded, dtype=dtype, rngs=nnx.Rngs(seed), **settings))()
+    """MiniGPT of --dtype, its vocabulary padded; each parameter is made sharded, never whole."""
+    if dtype == 'auto':
+        dtype = 'float32' if jax.devices()[0].platform == 'cpu' else 'bfloat16'
+    settings |= dict(dtype=jnp.dtype(dtype), vocab_size=-(-vocab_size // 128) * 128)   # 50257 is odd
+    return jax.jit(lambda: MiniGPT(**settings, rngs=nnx.Rngs(seed)))()
 
 def gather(model):
     """The model with each parameter whole over `batch`, as the forward pass needs it (FSDP)."""
     def whole(a):
-        axes = jax.typeof(a).sharding.spec
-        return jax.reshard(a, P(*(None if axis == 'batch' else axis for axis in axes)))
+        spec = P(*(None if axis == 'batch' else axis for axis in jax.typeof(a).sharding.spec))
+        return jax.reshard(a, spec)
     return jax.tree.map(whole, model)
 
 # ---- Data: a text becomes one stream of token ids in a memory-mapped file, cut into windows: no
@@ -200,10 +188,10 @@ def gather(model):
 END = '<|endoftext|>'
 WORDS = r' ?[^\W\d_]+| ?[^\s\w]|\s|\d|_'   # a word with the space before it, or one character
 BLOCK, HEADER = 1 << 22, 512               # characters read at a time; bytes before the ids
-STORY = ('Once upon a time there was a {mood} {animal} named {name}. {name} lived in the {place} and '
-         'loved to {play}. One day {name} found a {color} {thing} near the {place}. Then a {feeling} '
-         '{friend} came by. {name} gave the {color} {thing} to the {friend}. The {friend} was not '
-         '{feeling} any more and they {deed} until the night.')
+STORY = ('Once upon a time there was a {mood} {animal} named {name}. {name} lived in the {place} '
+         'and loved to {play}. One day {name} found a {color} {thing} near the {place}. Then a '
+         '{feeling} {friend} came by. {name} gave the {color} {thing} to the {friend}. The {friend} '
+         'was not {feeling} any more and they {deed} until the night.')
 CHOICES = dict(
     mood='little brave happy shy clever sleepy hungry kind',
     animal='dog cat fox hen bear duck frog mouse',
@@ -223,7 +211,8 @@ def grammar_stories():
     """Yields the 2,112 built-in stories, always the same: 2,048 to train on and 64 held out."""
     rng = random.Random(0)
     for _ in range(2112):
-        yield STORY.format(**{slot: rng.choice(words.split()) for slot, words in CHOICES.items()}) + END
+        words = {slot: rng.choice(choices.split()) for slot, choices in CHOICES.items()}
+        yield STORY.format(**words) + END
 
 def file_stories(path):
     """Yields the stories of a text, stripped and with END; those longer than BLOCK in pieces."""
@@ -260,9 +249,9 @@ def load_tokenizer(name, words=()):
         sys.exit(f'--tokenizer={name} is not one of bytes, words, {", ".join(known)}.')
     try:
         return tiktoken.get_encoding(name)
-    except OSError as error:
-        sys.exit(f'The files of --tokenizer={name} could not be downloaded ({type(error).__name__}): '
-                 'set TIKTOKEN_CACHE_DIR to a folder that has them, or use --tokenizer=words.')
+    except OSError:
+        sys.exit(f'The files of --tokenizer={name} could not be downloaded: set TIKTOKEN_CACHE_DIR to '
+                 'a folder that has them, or use --tokenizer=words.')
 
 def write_tokens(path, stories, tokenizer, source):
     """Writes END and the stories as ids, in bounded memory, whole or not at all."""
@@ -289,16 +278,12 @@ def write_tokens(path, stories, tokenizer, source):
         part.unlink(missing_ok=True)
 
 def load_tokens(data, tokenizer, workdir):
-    """(ids, digest) of the text (None: the grammar), memory-mapped, tokenised unless it is already.
-
-    The token file lies beside the text, or in the workdir where that folder can't be written.
-    """
-    beside = data and os.access(data.parent, os.W_OK)
-    name = f'{data.name if data else "grammar"}.{tokenizer.name}.tokens'
-    path = (data.parent if beside else workdir) / name
-    vocabulary = hashlib.sha256(b'\n'.join(tokenizer.token_byte_values())).hexdigest()[:16]
+    """(ids, digest) of the text (None: the grammar), memory-mapped; tokenises it only once."""
+    folder = data.parent if data and os.access(data.parent, os.W_OK) else workdir
+    path = folder / f'{data.name if data else "grammar"}.{tokenizer.name}.tokens'
     text = [data.stat().st_size, data.stat().st_mtime_ns] if data else [STORY, CHOICES]
-    source = {'format': 1, 'text': hashlib.sha256(repr(text).encode()).hexdigest(), 'vocabulary': vocabulary}
+    made_of = repr([1, text, tokenizer.token_byte_values()])   # 1: the format of the token file
+    source = {'source': hashlib.sha256(made_of.encode()).hexdigest()}
     try:
         meta = json.loads(open(path, 'rb').read(HEADER))
         if source.items() <= meta.items():
@@ -309,11 +294,12 @@ def load_tokens(data, tokenizer, workdir):
     write_tokens(path, file_stories(data) if data else grammar_stories(), tokenizer, source)
     return load_tokens(data, tokenizer, workdir)
 
+@dataclasses.dataclass
 class TextDataset:
     """Grain random access source of windows: maxlen tokens and the one that follows them."""
-
-    def __init__(self, ids, maxlen, windows):
-        self.ids, self.maxlen, self.windows = ids, maxlen, windows
+    ids: np.ndarray
+    maxlen: int
+    windows: range
 
     def __len__(self):
         return len(self.windows)
@@ -327,9 +313,9 @@ def split_windows(ids, maxlen, batch_size):
     windows = range((ids.size - 1) // maxlen)
     training = len(windows) - min(64, -(-len(windows) // 10))
     if training < batch_size:
-        sys.exit(f'{ids.size} tokens give {training} windows of {maxlen} to train on, fewer than '
-                 f'one batch of {batch_size}: use more text, or a smaller --batch_size or --maxlen.')
-    return (TextDataset(ids, maxlen, windows[:training]), TextDataset(ids, maxlen, windows[training:]))
+        sys.exit(f'{ids.size} tokens give {training} windows of {maxlen} to train on, fewer than one '
+                 f'batch of {batch_size}: use more text, or a smaller --batch_size or --maxlen.')
+    return [TextDataset(ids, maxlen, part) for part in (windows[:training], windows[training:])]
 
 def training_batches(dataset, batch_size, seed, start, total):
     """Iterator of the (B, S) batches of steps start to total; seed and step alone decide them."""
@@ -346,10 +332,7 @@ def to_devices(batch_BS):
 # ---- Mesh: (batch, model) devices, simulated where a machine has only CPUs ----------------------
 
 def mesh_shape(text, devices, simulated):
-    """(batch, model) of --mesh for that many devices; exits where they do not fit.
-
-    A simulated mesh may leave devices unused, accelerators must all be used.
-    """
+    """(batch, model) of --mesh; exits unless it fits the devices and uses all accelerators."""
     if not re.fullmatch(r'(-1|[1-9]\d*),(-1|[1-9]\d*)', text) or text == '-1,-1':
         sys.exit(f'--mesh={text} is not batch,model, such as 4,2, or -1,2 for all devices.')
     batch, model = map(int, text.split(','))
@@ -361,40 +344,38 @@ def mesh_shape(text, devices, simulated):
                  f'use {devices // model},{model} or -1,{model}.')
     return batch, model
 
-def create_mesh(text, processes=1):
+def create_mesh(text):
     """Makes the mesh of --mesh the current one. Explicit axes: shardings are part of types."""
-    here = math.prod(int(n) for n in re.findall(r'\d+', text.replace('-1', ''))) // processes
+    here = math.prod(int(n) for n in re.findall(r'\d+', text.replace('-1', '')))
     if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
         try:
             jax.config.update('jax_num_cpu_devices', max(here, jax.config.jax_num_cpu_devices))
         except RuntimeError:   # JAX has begun, with the devices that it has
             pass
     shape = mesh_shape(text, jax.device_count(), jax.devices()[0].platform == 'cpu')
-    mesh = jax.make_mesh(shape, ('batch', 'model'), axis_types=(jax.sharding.AxisType.Explicit,) * 2,
-                         devices=jax.devices()[:math.prod(shape)])
+    mesh = jax.make_mesh(shape, ('batch', 'model'), devices=jax.devices()[:math.prod(shape)],
+                         axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     jax.set_mesh(mesh)
     return mesh
 
 def check_sizes(mesh, batch_size, accum_steps, embed_dim, num_heads, feed_forward_dim):
     """Exits unless every size divides by what splits it."""
-    batch, model = mesh.shape['batch'], mesh.shape['model']
+    batch, model = mesh.devices.shape
     for name, size, by, parts in [
-            ('--batch_size', batch_size, 'the batch axis x --accum_steps', batch * max(1, accum_steps)),
+            ('--batch_size', batch_size, 'batch axis x --accum_steps', batch * max(1, accum_steps)),
             ('--embed_dim', embed_dim, '--num_heads', num_heads),
-            ('--num_heads', num_heads, 'the model axis', model),
-            ('--feed_forward_dim', feed_forward_dim, 'the model axis', model),
-            ('unit of the padded vocabulary', 128, 'the model axis', model)]:
+            ('--num_heads', num_heads, 'model axis', model),
+            ('--feed_forward_dim', feed_forward_dim, 'model axis', model),
+            ('unit of the padded vocabulary', 128, 'model axis', model)]:
         if size % parts:
             fits = sorted({max(parts, size // parts * parts), -(-size // parts) * parts})
             sys.exit(f'{name}={size} does not divide by {by}={parts}: use {" or ".join(map(str, fits))}.')
 
 def choose_accum_steps(batch_size, maxlen, mesh):
-    """Micro-batches of at most 2,048 tokens a device on CPUs, whose caches are small, else 65,536.
-
-    Shapes and mesh alone decide, since a resumed run has to add up in the same order.
-    """
-    rows = batch_size // mesh.shape['batch']
+    """Micro-batches a step; shapes and mesh alone decide, as a resumed run must repeat them."""
+    # Tokens a device: more spill from a CPU's caches (1.2 times the step time at 8,192).
     most = 2048 if mesh.devices.flat[0].platform == 'cpu' else 65536
+    rows = batch_size // mesh.shape['batch']
     return next(n for n in range(1, rows + 1)
                 if rows % n == 0 and (rows // n * maxlen <= most or n == rows))
 
@@ -412,33 +393,30 @@ def token_losses(x_BTD, w_VD, y_BT, vocab_size):
     """
     def local(x_BTD, w_VD, y_BT):
         (rows, D), n = w_VD.shape, y_BT.size
-        size = min((c for c in range(1, n + 1) if n % c == 0), key=lambda c: abs(math.log(c / CHUNK)))
+        size = min((c for c in range(1, n + 1) if n % c == 0), key=lambda c: abs(math.log2(c / CHUNK)))
         first = jax.lax.axis_index('model') * rows
         real_V = first + jnp.arange(rows) < vocab_size
-        at_BT = jnp.where((y_BT >= first) & (y_BT < first + rows), y_BT - first, rows)   # or nowhere
-        kernel_VD, float32 = w_VD.astype(x_BTD.dtype), dict(preferred_element_type=jnp.float32)
-
+        at_BT = jnp.where((y_BT >= first) & (y_BT < first + rows), y_BT - first, rows)   # rows: none
+        kernel_VD = w_VD.astype(x_BTD.dtype)
         def chunk(dw_VD, x_and_at):
             x_CD, at_C = x_and_at
-            logits_CV = jnp.where(real_V, jnp.matmul(x_CD, kernel_VD.T, **float32), -jnp.inf)
+            logits_CV = jnp.where(real_V, jnp.matmul(x_CD, kernel_VD.T, **FLOAT32), -jnp.inf)
             top_C = jax.lax.pmax(logits_CV.max(-1), 'model')
             exp_CV = jnp.exp(logits_CV - top_C[:, None])
             target_CD = kernel_VD.at[at_C].get(mode='fill', fill_value=0)
-            target_C = jnp.einsum('cd,cd->c', x_CD, target_CD, **float32)
+            target_C = jnp.einsum('cd,cd->c', x_CD, target_CD, **FLOAT32)
             sum_C, target_C = jax.lax.psum((exp_CV.sum(-1), target_C), 'model')
             # d loss / d logits is exp / sum - onehot. The two parts meet w and x apart from each
             # other, which saves passes over (C, V); the onehot part of dw follows after the scan.
             exp_CV = exp_CV.astype(x_CD.dtype)
             dx_CD = jax.lax.psum((exp_CV @ kernel_VD) / sum_C[:, None] - target_CD, 'model')
-            dw_VD += jnp.matmul(exp_CV.T, (x_CD / sum_C[:, None]).astype(x_CD.dtype), **float32)
+            dw_VD += jnp.matmul(exp_CV.T, (x_CD / sum_C[:, None]).astype(x_CD.dtype), **FLOAT32)
             return dw_VD, (top_C + jnp.log(sum_C) - target_C, dx_CD.astype(x_CD.dtype))
-
         zeros = jax.lax.pcast(jnp.zeros(w_VD.shape), ('batch', 'model'), to='varying')
         chunks = x_BTD.reshape(-1, size, D), at_BT.reshape(-1, size)
         dw_VD, (losses, dx) = jax.lax.scan(chunk, zeros, chunks)
-        dw_VD = dw_VD.at[at_BT.reshape(n)].add(-x_BTD.reshape(n, D).astype(jnp.float32), mode='drop')
+        dw_VD = dw_VD.at[at_BT].add(-x_BTD.astype(jnp.float32), mode='drop')
         return losses.reshape(y_BT.shape), dx.reshape(x_BTD.shape), jax.lax.psum(dw_VD, 'batch')
-
     w_spec, y_spec = P('model', None), P('batch', None)
     return jax.shard_map(local, in_specs=(RESIDUAL, w_spec, y_spec),
                          out_specs=(y_spec, RESIDUAL, w_spec))(x_BTD, w_VD, y_BT)
@@ -461,36 +439,33 @@ def loss_fn(model, ids_BS, vocab_size, dropout_key=None):
     x_BTD, _ = model(ids_BS[:, :-1], rngs=rngs)
     return cross_entropy(x_BTD, model.output_layer[...], ids_BS[:, 1:], vocab_size)
 
-def create_optimizer(model, schedule, weight_decay, clip_norm):
-    """Clipping, then AdamW, which decays matrices only; its state is split as the parameters are."""
-    tx = optax.chain(optax.clip_by_global_norm(clip_norm), optax.adamw(
-        schedule, b2=0.95, weight_decay=weight_decay,
-        mask=lambda params: jax.tree.map(lambda a: a.ndim > 1, params)))
-    return jax.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model)
-
 def create_schedule(peak, warmup_steps, total_steps):
     """Learning rate by step: linear warm-up to the peak, then a cosine down to a tenth of it."""
     warmup_steps = min(warmup_steps, total_steps - 1)
     return optax.warmup_cosine_decay_schedule(
         peak / (warmup_steps + 1), peak, warmup_steps, total_steps, peak / 10)
 
+def create_optimizer(model, schedule, weight_decay, clip_norm):
+    """Clipping, then AdamW, decaying matrices alone; its state is split as the parameters are."""
+    matrices = lambda params: jax.tree.map(lambda a: a.ndim > 1, params)
+    tx = optax.chain(optax.clip_by_global_norm(clip_norm), optax.adamw(
+        schedule, b2=0.95, weight_decay=weight_decay, mask=matrices))
+    return jax.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model)
+
 @functools.partial(jax.jit, donate_argnames=('model', 'optimizer'),
                    static_argnames=('vocab_size', 'accum_steps', 'dropout'))
 def train_step(model, optimizer, ids_BS, key, *, vocab_size, accum_steps, dropout):
     """One update; returns model, optimizer, and loss and gradient norm (before clipping).
 
-    NNX modules are pytrees: plain jax.jit takes and returns them, and donation reuses their memory.
-    Micro-batches run one after the other, so that only one has its activations in memory: those
-    and the gradients are what peaks beside parameters and optimizer state.
+    Modules are pytrees: plain jax.jit takes and returns them, at a fifth of nnx.jit's overhead.
+    Memory peaks at parameters, optimizer state, gradients and the activations of one micro-batch.
     """
     whole, key = gather(model), jax.random.fold_in(key, optimizer.step[...])
-
     def add(sums, micro_batch):
         i, ids_BS = micro_batch
         found = jax.value_and_grad(loss_fn)(
             whole, ids_BS, vocab_size, jax.random.fold_in(key, i) if dropout else None)
         return jax.tree.map(jnp.add, sums, found), None
-
     ids_BAS = ids_BS.reshape(-1, accum_steps, ids_BS.shape[1], out_sharding=P('batch', None, None))
     micro_batches = jnp.arange(accum_steps), ids_BAS.swapaxes(0, 1)
     zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, whole)
@@ -528,35 +503,24 @@ def say(text, end='\n', file=None):
     if jax.process_index() == 0 and (end == '\n' or file.isatty()):
         print(text, end=end, file=file, flush=True)
 
-def read_metrics(path):
-    """The rows of metrics.csv, as dictionaries of text."""
-    return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
-
 class Report:
-    """Log lines and rows of metrics.csv, for the steps that are logged or validated."""
+    """Log lines, rows of metrics.csv and loss.png, for the steps that are logged or validated."""
 
-    def __init__(self, path, start, total, batch_tokens, schedule):
-        self.path, self.total, self.batch_tokens, self.schedule = path, total, batch_tokens, schedule
-        self.pending = self.last = None
-        self.paused = 0.0   # seconds spent on validations
-        self.write('w', COLUMNS, *(row.values() for row in read_metrics(path) if int(row['step']) < start))
+    def __init__(self, workdir, start, total, batch_tokens, schedule, floor, floor_name):
+        self.path, self.total, self.batch_tokens = workdir / 'metrics.csv', total, batch_tokens
+        self.schedule, self.floor, self.floor_name = schedule, floor, floor_name
+        self.pending = self.last = None   # (step, metrics, val_loss) and (step, time)
+        self.paused = 0.0                 # seconds spent on validations
+        rows = self.path.read_text().splitlines()[1:] if self.path.exists() else []
+        self.write('w', COLUMNS, *(row.split(',') for row in rows if int(row.split(',')[0]) < start))
 
     def write(self, mode, *rows):
         if jax.process_index() == 0:
             with open(self.path, mode) as file:
                 file.writelines(','.join(map(str, row)) + '\n' for row in rows)
 
-    @contextlib.contextmanager
-    def pause(self, model):
-        """What is done meanwhile does not count as training time."""
-        self.flush()
-        jax.block_until_ready(model)
-        began = time.perf_counter()
-        yield
-        self.paused += time.perf_counter() - began
-
     def flush(self):
-        """Prints and writes the pending (step, metrics, val_loss), waiting for the device."""
+        """Prints and writes what is pending, waiting for the device to finish it."""
         if not self.pending:
             return
         (step, metrics, val_loss), self.pending = self.pending, None
@@ -567,79 +531,40 @@ class Report:
             now = time.perf_counter() - self.paused
             if self.last:
                 rate = (step - self.last[0]) * self.batch_tokens / (now - self.last[1])
+                minutes, seconds = divmod(int((self.total - step) * self.batch_tokens / rate), 60)
+                line += f' | {rate / 1e3:.2f}k tok/s | eta {minutes}m{seconds:02d}s'
                 row['tokens_per_s'] = round(rate, 1)
-                left = int((self.total - step) * self.batch_tokens / rate)
-                line += f' | {rate / 1e3:.2f}k tok/s | eta {left // 60}m{left % 60:02d}s'
             self.last = step, now
         if val_loss is not None:
             row['val_loss'] = val_loss
-            line += f' | val {val_loss:.4f}'
+            line += f' | val {val_loss:.4f} | {self.floor_name} {self.floor:.4f}'
         say(line)
         self.write('a', row.values())
+        if val_loss is not None and jax.process_index() == 0:
+            self.plot()
 
-def plot_loss(workdir, floor, floor_name):
-    """Draws loss.png from metrics.csv: training and validation loss, and a line to compare with."""
-    import matplotlib.figure   # slow to import; a bare Figure needs no display
-    figure = matplotlib.figure.Figure(figsize=(8, 5))
-    axes = figure.add_subplot(xlabel='step', ylabel='loss (nats a token)', yscale='log', title=workdir)
-    points = {name: np.array([(float(row['step']), float(row[name])) for row in rows if row[name]])
-              for rows in [read_metrics(workdir / 'metrics.csv')] for name in ('loss', 'val_loss')}
-    loss, val_loss = (points[name].reshape(-1, 2).T for name in ('loss', 'val_loss'))
-    axes.plot(*loss, color='0.7', label='training, each logged batch')
-    if loss.shape[1] > 8:
-        axes.plot(loss[0, 4:-4], np.convolve(loss[1], np.full(9, 1 / 9), 'valid'), 'k-',
-                  label='training, mean of 9')
-    axes.plot(*val_loss, 'o--', color='black', label='validation')
-    axes.axhline(floor, linestyle=':', color='black', label=f'{floor_name}, {floor:.3f}')
-    axes.legend()
-    figure.savefig(workdir / 'loss.part.png', dpi=120)
-    os.replace(workdir / 'loss.part.png', workdir / 'loss.png')
+    def plot(self):
+        """Draws loss.png: training and validation loss, and the floor to compare them with."""
+        import matplotlib.figure   # slow to import; a bare Figure needs no display
+        rows = np.atleast_1d(np.genfromtxt(self.path, delimiter=',', names=True))
+        figure = matplotlib.figure.Figure(figsize=(8, 5))
+        axes = figure.add_subplot(xlabel='step', ylabel='loss (nats a token)', yscale='log')
+        for name, style, label in [('loss', '-', 'training'), ('val_loss', 'o--', 'validation')]:
+            known = rows[~np.isnan(rows[name])]
+            axes.plot(known['step'], known[name], style, label=label,
+                      color='0.6' if name == 'loss' else 'black')
+        axes.axhline(self.floor, linestyle=':', color='black', label=f'{self.floor_name} {self.floor:.3f}')
+        axes.legend()
+        figure.savefig(self.path.with_name('loss.part.png'), dpi=120)
+        os.replace(self.path.with_name('loss.part.png'), self.path.with_name('loss.png'))
 
-def profiled(next_step, num_steps, folder, summarise):
-    """next_step that traces num_steps calls after the first 5, then calls summarise(seconds of each)."""
-    calls, times = itertools.count(-5), []
-
-    def traced_step(*state):
-        call, began = next(calls), time.perf_counter()
-        if not 0 <= call < num_steps:
-            return next_step(*state)
-        if call == 0:
-            jax.block_until_ready(state)
-            jax.profiler.start_trace(folder)
-            began = time.perf_counter()
-        with jax.profiler.StepTraceAnnotation('train', step_num=call):
-            result = jax.block_until_ready(next_step(*state))
-        times.append(time.perf_counter() - began)
-        if call == num_steps - 1:
-            jax.profiler.stop_trace()
-            summarise(times)
-        return result
-    return traced_step
-
-def summarise_profile(times, folder, hlo, batch_size, maxlen):
-    """Prints the time of a step (`times` are in seconds) and, from the trace, where it goes.
-
-    `hlo`, the compiled step as text, tells which operations hold a matrix product. Waiting for
-    other devices inside a collective counts as collective.
-    """
-    products, computation, spent = set(), '', collections.Counter()
-    for line in hlo.splitlines():
-        if head := re.match(r'(?:ENTRY )?%([\w.-]+) \(.*\{$', line):
-            computation = head[1]
-        elif op := re.match(r'\s+(?:ROOT )?%([\w.-]+) = ', line):
-            if ' dot(' in line or 'gemm' in line or products & set(re.findall(r'calls=%([\w.-]+)', line)):
-                products |= {op[1], computation}
-    trace = max(glob.glob(f'{folder}/**/*.xplane.pb', recursive=True), key=os.path.getmtime)
-    lines = [line for plane in jax.profiler.ProfileData.from_file(trace).planes for line in plane.lines]
-    for event in itertools.chain.from_iterable(line.events for line in lines):
-        op = dict(event.stats).get('hlo_op', 'while')
-        if not event.name.startswith('end: ') and not re.match('while|call|conditional', op):
-            spent['collectives' if re.match('all-|reduce-scatter|collective', op) else
-                  'matrix products' if op in products else 'the rest'] += event.duration_ns
-    step, most = np.median(times), max(times)
-    say(f'profile of {len(times)} steps in {folder}: {1e3 * step:.1f} ms a step ({1e3 * most:.1f} at '
-        f'most), {1e3 * step / batch_size:.2f} ms an example, {batch_size * maxlen / step:,.0f} tokens/s; '
-        + ', '.join(f'{kind} {100 * ns / spent.total():.0f}%' for kind, ns in spent.most_common()))
+def trace(call, num_steps, folder):
+    """Traces num_steps calls of the train step, from call 5, for TensorBoard or XProf."""
+    if call == 5:
+        jax.profiler.start_trace(folder)
+    if call == 5 + num_steps:
+        jax.profiler.stop_trace()
+        say(f'profile of {num_steps} steps in {folder}')
 
 # ---- Sampler: one pass fills in the prompt, then a token a pass against the KV cache, in one loop
 # whose shapes know nothing of the prompt: it compiles once. --------------------------------------
@@ -648,24 +573,21 @@ def summarise_profile(times, folder, hlo, batch_size, maxlen):
 def generate_tokens(model, ids_BT, start, stop, key, temperature, *, vocab_size, end, top_k):
     """ids_BT, filled from position `start` on until all rows have an `end` or reach `stop`."""
     model = gather(model)
-
     def next_token(x_BD, index):
         logits_BV = jnp.einsum('bd,vd->bv', x_BD, model.output_layer[...].astype(x_BD.dtype),
-                               preferred_element_type=jnp.float32, out_sharding=P('batch', 'model'))
+                               **FLOAT32, out_sharding=P('batch', 'model'))
         logits_BV = jax.reshard(logits_BV, P())[:, :vocab_size]   # no padded ids
         top_BK, ids_BK = jax.lax.top_k(logits_BV, min(top_k or vocab_size, vocab_size))
         # argmax(logits + temperature * Gumbel noise) draws from softmax(logits / temperature)
         noise_BK = jax.random.gumbel(jax.random.fold_in(key, index), top_BK.shape)
         best_B1 = jnp.argmax(top_BK + temperature * noise_BK, axis=1, keepdims=True)
         return jax.reshard(jnp.take_along_axis(ids_BK, best_B1, axis=1), P('batch', None))
-
     def write_one(carry):
         index, x_BD, ids_BT, caches, ended_B1 = carry
         token_B1 = next_token(x_BD, index)
         ids_BT = jax.lax.dynamic_update_slice_in_dim(ids_BT, token_B1, index, axis=1)
         x_B1D, caches = model(token_B1, caches, index)
         return index + 1, x_B1D[:, 0], ids_BT, caches, ended_B1 | (token_B1 == end)
-
     x_BTD, caches = model(ids_BT)
     x_BD = jax.lax.dynamic_index_in_dim(x_BTD, start - 1, axis=1, keepdims=False)
     carry = start, x_BD, ids_BT, caches, jnp.zeros_like(ids_BT[:, :1], bool)
@@ -673,22 +595,16 @@ def generate_tokens(model, ids_BT, start, stop, key, temperature, *, vocab_size,
     return jax.reshard(carry[2], P())
 
 def encode_prompt(tokenizer, prompt, maxlen):
-    """End-of-text, which every story in the token stream follows, and the prompt's ids.
-
-    Exits where they leave no room for a token.
-    """
+    """End-of-text, as before every story of the stream, and the prompt's ids; exits if too long."""
     ids = [tokenizer.eot_token] + tokenizer.encode_ordinary(prompt)
     if len(ids) >= maxlen:
-        sys.exit(f'--prompt has {len(ids) - 1} tokens; --maxlen={maxlen} leaves room for {maxlen - 2}: '
-                 'one more is end-of-text, and one is to be written.')
+        sys.exit(f'--prompt has {len(ids) - 1} tokens; --maxlen={maxlen} leaves room for {maxlen - 2} '
+                 'beside end-of-text and a token to write: shorten it.')
     return ids
 
 def generate_text(model, tokenizer, prompt, maxlen, *, num_samples=1, max_new_tokens=0, top_k=10,
                   temperature=1.0, seed=0):
-    """Texts that begin with the prompt, up to end-of-text, max_new_tokens (0: any) or maxlen tokens.
-
-    The same seed gives the same texts.
-    """
+    """Texts from the prompt up to end-of-text or the limit; the same seed gives the same texts."""
     prompt_ids, end = encode_prompt(tokenizer, prompt, maxlen), tokenizer.eot_token
     start, batch = len(prompt_ids), jax.sharding.get_mesh().shape['batch']
     ids_BT = np.zeros((-(-num_samples // batch) * batch, maxlen), np.int32)
@@ -708,12 +624,13 @@ def generate_text(model, tokenizer, prompt, maxlen, *, num_samples=1, max_new_to
 
 def open_checkpoints(workdir, keep=1, read_only=False):
     """Orbax manager that saves in the background and keeps the newest checkpoints."""
-    return ocp.CheckpointManager((workdir / 'checkpoints').absolute(), options=ocp.CheckpointManagerOptions(
-        max_to_keep=keep, read_only=read_only, cleanup_tmp_directories=not read_only))
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep, read_only=read_only, cleanup_tmp_directories=not read_only)
+    return ocp.CheckpointManager((workdir / 'checkpoints').absolute(), options=options)
 
 def save_checkpoint(manager, step, model, optimizer, config):
     """Copies the state and returns; Orbax writes it to a temporary folder and renames that."""
-    if step not in manager.all_steps():
+    if step and step not in manager.all_steps():
         manager.save(step, args=ocp.args.Composite(
             model=ocp.args.StandardSave(nnx.to_pure_dict(nnx.state(model))),
             optimizer=ocp.args.StandardSave(nnx.to_pure_dict(nnx.state(optimizer))),
@@ -751,63 +668,44 @@ def parse_flags(argv):
         sys.exit(f'Stray argument {rest[1]!r}: flags begin with --, as in --mesh=4,2.')
     return rest
 
-def compute_dtype(name):
-    """The type of --dtype; auto depends on the devices."""
-    auto = 'float32' if jax.devices()[0].platform == 'cpu' else 'bfloat16'
-    return jnp.dtype(auto if name == 'auto' else name)
+def writing(F):
+    """The flags of generate_text."""
+    return {name: F[name].value for name in ('max_new_tokens', 'top_k', 'temperature', 'seed')}
 
 def sample(F):
     """--mode=sample: text to stdout. Model, settings and tokenizer come from the checkpoint."""
     runs = sorted(glob.glob('runs/*/checkpoints'), key=os.path.getmtime)
-    run = pathlib.Path(F.workdir or (runs and os.path.dirname(runs[-1])) or 'runs')
-    manager = open_checkpoints(run, read_only=True) if (run / 'checkpoints').is_dir() else None
-    step = manager and manager.latest_step()
+    run = pathlib.Path(F.workdir or os.path.dirname(runs[-1] if runs else 'runs/'))
+    manager = open_checkpoints(run, read_only=True)
+    step = manager.latest_step()
     if step is None:
         sys.exit(f'{run} has no checkpoint to sample from: train first, or name another --workdir.')
-    config, mesh = read_config(manager, step), create_mesh(F.mesh)
+    config = read_config(manager, step)
     say(f'{run}, step {step}', file=sys.stderr)
-    tokenizer = load_tokenizer(config['tokenizer'], config['words'])
-    model = create_model(0, tokenizer.n_vocab, compute_dtype(F.dtype), **config['model'])
+    tokenizer = load_tokenizer(config['fixed']['tokenizer'], config['words'])
+    create_mesh(F.mesh)
+    model = create_model(0, tokenizer.n_vocab, F.dtype, **config['model'])
     restore(manager, step, model=model)
-    print('\n\n'.join(generate_text(
-        model, tokenizer, F.prompt, config['model']['maxlen'], num_samples=F.num_samples, seed=F.seed,
-        max_new_tokens=F.max_new_tokens, top_k=F.top_k, temperature=F.temperature)), flush=True)
+    print('\n\n'.join(generate_text(model, tokenizer, F.prompt, config['model']['maxlen'],
+                                     num_samples=F.num_samples, **writing(F))), flush=True)
 
 def plan_run(F):
-    """What flags, text and devices come to: (data, tokenizer name, maxlen, mesh, batch_size, workdir)."""
+    """What the flags leave open: (data, tokenizer's name, maxlen, mesh, batch_size, workdir)."""
     data = pathlib.Path(F.data or 'TinyStories-train.txt').expanduser()
     if F.data and not data.is_file():
         sys.exit(f'--data={F.data}: no such file.')
     data = data if data.is_file() else None
     tokenizer, maxlen, rows = ('gpt2', 256, 144) if data else ('words', 64, 4)
-    mesh = create_mesh(F.mesh, F.num_processes or 1)
+    mesh = create_mesh(F.mesh)
     batch, model = mesh.devices.shape
     batch_size = F.batch_size or -(-rows // batch) * batch
     check_sizes(mesh, batch_size, F.accum_steps, F.embed_dim, F.num_heads, F.feed_forward_dim)
-    workdir = pathlib.Path(F.workdir or f'runs/{data.stem if data else "grammar"}-'
-                           f'{F.num_transformer_blocks}x{F.embed_dim}-b{batch_size}-s{F.seed}')
-    device = mesh.devices.flat[0]
-    say(f'{data or "built-in story grammar"} -> {workdir}\nmesh {batch},{model}: {batch} batch x {model} '
-        f'model {device.device_kind} devices' + ', simulated' * (device.platform == 'cpu' and mesh.size > 1))
+    name = (f'{data.stem if data else "grammar"}-{F.num_transformer_blocks}x{F.embed_dim}'
+            f'-b{batch_size}-s{F.seed}')
+    workdir, device = pathlib.Path(F.workdir or f'runs/{name}'), mesh.devices.flat[0]
+    say(f'{data or "built-in story grammar"} -> {workdir} | mesh {batch},{model} of {device.device_kind} '
+        'devices' + ', simulated' * (device.platform == 'cpu' and mesh.size > 1))
     return data, F.tokenizer or tokenizer, F.maxlen or maxlen, mesh, batch_size, workdir
-
-def find_start(manager, workdir, config, total):
-    """The step of the newest checkpoint, 0 where there is none.
-
-    Exits where that run differs in what a run may not change, or is finished.
-    """
-    step = manager.latest_step() or 0
-    saved = read_config(manager, step) if step else config
-    for name in ('data', 'tokenizer', 'batch_size', 'seed', *config['model']):
-        old, new = (values | values['model'] for values in (saved, config))
-        if old[name] != new[name]:
-            sys.exit(f'{workdir} holds a run with {name}={old[name]}, not {new[name]}: take another '
-                     '--workdir, or start anew with --overwrite.')
-    if step >= total:
-        say(f'{workdir} is finished at step {step}: raise --max_steps to go on, or start anew with '
-            '--overwrite.')
-        sys.exit(0)
-    return step
 
 def train(F):
     """--mode=train: sets a run up, or goes on where it stopped."""
@@ -822,73 +720,79 @@ def train(F):
     ids, digest = load_tokens(data, tokenizer, workdir)
     training, held_out = split_windows(ids, maxlen, batch_size)
     total = F.max_steps or len(training) * F.num_epochs // batch_size
-    settings = dict(maxlen=maxlen, num_transformer_blocks=F.num_transformer_blocks, embed_dim=F.embed_dim,
-                    num_heads=F.num_heads, feed_forward_dim=F.feed_forward_dim, dropout=F.dropout)
-    config = dict(model=settings, tokenizer=name, words=words, data=digest, batch_size=batch_size,
-                  seed=F.seed, accum_steps=accum_steps)
+    settings = dict(
+        maxlen=maxlen, num_transformer_blocks=F.num_transformer_blocks, embed_dim=F.embed_dim,
+        num_heads=F.num_heads, feed_forward_dim=F.feed_forward_dim, dropout=F.dropout)
+    fixed = dict(data=digest, tokenizer=name, batch_size=batch_size, seed=F.seed, **settings)
+    config = dict(fixed=fixed, model=settings, words=words, accum_steps=accum_steps)
     manager = open_checkpoints(workdir, F.keep)
-    step = find_start(manager, workdir, config, total)
-
-    model = create_model(F.seed, tokenizer.n_vocab, compute_dtype(F.dtype), **settings)
+    step = manager.latest_step() or 0
+    for key, old in (read_config(manager, step)['fixed'] if step else {}).items():
+        if old != fixed[key]:
+            sys.exit(f'{workdir} holds a run with {key}={old}, not {fixed[key]}: use another '
+                     '--workdir, or --overwrite.')
+    if step >= total:
+        return say(f'{workdir} is finished at step {step}: raise --max_steps, or --overwrite it.')
+    model = create_model(F.seed, tokenizer.n_vocab, F.dtype, **settings)
     schedule = create_schedule(F.learning_rate, F.warmup_steps, total)
     optimizer = create_optimizer(model, schedule, F.weight_decay, F.clip_norm)
     if step:
         restore(manager, step, model=model, optimizer=optimizer)
-        say(f'going on from step {step}')
     say(f'{sum(a.size for a in jax.tree.leaves(model)):,} parameters | {len(training):,} windows to '
-        f'train on, {len(held_out)} held out | {total:,} steps of {batch_size} x {maxlen} tokens, '
-        f'{accum_steps} micro-batches each\ncompiling the train step ...')
+        f'train on, {len(held_out)} held out | steps {step} to {total} of {batch_size} x {maxlen} '
+        f'tokens in {accum_steps} micro-batches\ncompiling the train step ...')
     began, key = time.perf_counter(), jax.random.key(F.seed)
     batches = map(to_devices, training_batches(training, batch_size, F.seed, step, total))
-    batch_BS = next(batches)
-    compiled = train_step.lower(model, optimizer, batch_BS, key, vocab_size=tokenizer.n_vocab,
+    first = next(batches)
+    compiled = train_step.lower(model, optimizer, first, key, vocab_size=tokenizer.n_vocab,
                                 accum_steps=accum_steps, dropout=F.dropout > 0).compile()
     say(f'compiled in {time.perf_counter() - began:.1f} s')
-    batches = itertools.chain([batch_BS], batches)
-    next_step = lambda model, optimizer: compiled(model, optimizer, next(batches), key)
-    if F.profile_steps:
-        folder = str(workdir / 'profile')
-        next_step = profiled(next_step, F.profile_steps, folder, functools.partial(
-            summarise_profile, folder=folder, hlo=compiled.as_text(), batch_size=batch_size, maxlen=maxlen))
-    report = Report(workdir / 'metrics.csv', step, total, batch_size * maxlen, schedule)
-    floor = (ENTROPY, 'entropy of the grammar') if data is None else (
-        math.log(tokenizer.n_vocab), 'ln of the vocabulary')
-
-    def validate(model):
+    batches, calls = itertools.chain([first], batches), itertools.count()
+    floor = (math.log(tokenizer.n_vocab), 'ln(vocabulary)') if data else (ENTROPY, 'entropy')
+    report = Report(workdir, step, total, batch_size * maxlen, schedule, *floor)
+    def next_step(model, optimizer):
+        trace(next(calls), F.profile_steps, str(workdir / 'profile'))
+        return compiled(model, optimizer, next(batches), key)
+    def validate(step, model):
+        report.flush()
+        jax.block_until_ready(model)
+        began = time.perf_counter()
         val_loss = evaluate(model, held_out, batch_size // accum_steps, tokenizer.n_vocab)
-        text, = generate_text(model, tokenizer, F.prompt, maxlen, max_new_tokens=F.max_new_tokens,
-                              top_k=F.top_k, temperature=F.temperature, seed=F.seed)
-        say(f'\n--- step {step}: validation loss {val_loss:.4f}, {floor[1]} {floor[0]:.4f} ---\n{text}\n')
-        plot_loss(workdir, *floor)
+        text, = generate_text(model, tokenizer, F.prompt, maxlen, **writing(F))
+        say(f'\n--- step {step}, validation loss {val_loss:.4f} ---\n{text}\n')
+        report.paused += time.perf_counter() - began
         return val_loss
-
+    def save(step, model, optimizer):
+        report.flush()
+        save_checkpoint(manager, step, model, optimizer, config)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
-    while True:
-        val_loss = None
-        if step == total or F.eval_every and step % F.eval_every == 0:
-            with report.pause(model):
-                val_loss = validate(model)
-        stopping = step == total or SIGNALS
-        if stopping or F.checkpoint_every and step % F.checkpoint_every == 0:
-            report.flush()
-            save_checkpoint(manager, step, model, optimizer, config)
-        if stopping:
-            break
-        model, optimizer, metrics = next_step(model, optimizer)
-        report.flush()
-        if step % F.log_every == 0 or val_loss is not None:
-            report.pending = step, metrics, val_loss
-        step += 1
+    every = F.log_every, F.eval_every, F.checkpoint_every
+    step = train_loop(model, optimizer, step, total, every, next_step, validate, save, report)
     manager.close()
-    if val_loss is not None:
-        report.pending = step, {}, val_loss
-        report.flush()
-        plot_loss(workdir, *floor)
-    say(f'step {step}: checkpoint, metrics.csv and loss.png are in {workdir}')
+    say(f'step {step}: checkpoint, metrics.csv and loss.png are in {workdir}'
+        + '; the same command goes on from there' * (step < total))
     if SIGNALS:
-        say('the same command goes on from there')
-        sys.exit(128 + SIGNALS[0])
+        sys.exit(128 + SIGNALS[0])   # the status of a process that the signal ended
+
+def train_loop(model, optimizer, step, total, every, next_step, validate, save, report):
+    """Trains from `step` to `total` or to a signal; returns the step where it stopped."""
+    due = lambda steps: steps and step % steps == 0
+    log_every, eval_every, checkpoint_every = every
+    while True:
+        done, metrics = step == total or SIGNALS, {}
+        val_loss = validate(step, model) if step == total or due(eval_every) else None
+        if done or due(checkpoint_every):
+            save(step, model, optimizer)
+        if not done:
+            model, optimizer, metrics = next_step(model, optimizer)
+        report.flush()
+        if val_loss is not None or metrics and due(log_every):
+            report.pending = step, metrics, val_loss
+        if done:
+            report.flush()
+            return step
+        step += 1
 
 def main(argv):
     """Trains or samples, as --mode says."""
