@@ -20,11 +20,10 @@ sharding is part of its type, and where shardings clash JAX says so instead of g
 
 Capitals in names are shapes: B batch, T time (tokens), S T+1 or cached tokens, D embed_dim,
 F feed_forward_dim, N heads, H head size, V vocabulary, C chunk of tokens, K top_k.
-Not here: mixtures of experts, reinforcement learning, a server.
+It has no mixture of experts, no reinforcement learning and no server.
 """
-import collections, dataclasses, functools, glob, hashlib, itertools, json, math, os, pathlib
-import random, re, shutil, signal, sys, time
-
+import collections, contextlib, functools, glob, hashlib, itertools, json, math, os
+import pathlib, random, re, shutil, signal, sys, time
 from absl import app, flags, logging
 from flax import nnx
 import grain
@@ -37,12 +36,12 @@ import tiktoken
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 # ---- Flags: only main reads them ----------------------------------------------------------------
-
 flags.DEFINE_enum('mode', 'train', ['train', 'sample'], 'train or resume a run, or write with it')
 flags.DEFINE_string('workdir', None, 'folder of the run; unset: runs/NAME, or to sample the newest')
 flags.DEFINE_bool('overwrite', False, 'delete the run in the workdir and start anew')
 flags.DEFINE_integer('keep', 3, 'newest checkpoints kept', 1)
 flags.DEFINE_string('mesh', '-1,1', 'devices as batch,model; -1: all; on CPUs they are simulated')
+MODEL_FLAGS = 'num_transformer_blocks', 'embed_dim', 'num_heads', 'feed_forward_dim', 'dropout'
 flags.DEFINE_integer('num_transformer_blocks', 8, 'blocks', 1)
 flags.DEFINE_integer('maxlen', None, 'tokens of context; unset: 256, or 64 for the grammar', 2)
 flags.DEFINE_integer('embed_dim', 256, 'width of embeddings and blocks', 1)
@@ -50,10 +49,8 @@ flags.DEFINE_integer('num_heads', 8, 'attention heads a block', 1)
 flags.DEFINE_integer('feed_forward_dim', 256, 'width inside the MLP', 1)
 flags.DEFINE_float('dropout', 0.0, 'share of activations dropped in training', 0, 0.9)
 flags.DEFINE_enum('dtype', 'auto', ['auto', 'float32', 'bfloat16'], 'auto: float32 on CPUs')
-flags.DEFINE_string('data', None, 'UTF-8 text, stories ended by <|endoftext|>; unset: '
-                    'TinyStories-train.txt if it is in this folder, else a built-in story grammar')
-flags.DEFINE_string('tokenizer', None, 'bytes, words (bytes and common words of the text) or a '
-                    'tiktoken encoding; unset: gpt2 for a file, words for the grammar')
+flags.DEFINE_string('data', None, 'UTF-8 text; unset: ./TinyStories-train.txt, or a grammar')
+flags.DEFINE_string('tokenizer', None, 'bytes, words or of tiktoken; unset: gpt2 (grammar: words)')
 flags.DEFINE_integer('batch_size', None, 'windows a step; unset: 144, or 4 for the grammar', 1)
 flags.DEFINE_integer('accum_steps', 0, 'micro-batches a step; 0: by batch, maxlen and mesh', 0)
 flags.DEFINE_integer('num_epochs', 1, 'times each window is seen', 1)
@@ -75,7 +72,6 @@ flags.DEFINE_float('temperature', 1.0, '0: always the likeliest token', 0)
 
 # ---- Model: pre-LN GPT. Kernels are split over `model` by column, then by row, so that attention
 # and MLP need one all-reduce each; over `batch` they are split for storage alone (FSDP). ---------
-
 RESIDUAL = P('batch', None, None)
 FLOAT32 = dict(preferred_element_type=jnp.float32)   # what products add up in, under bfloat16 too
 normal = nnx.initializers.normal(0.02)
@@ -83,7 +79,7 @@ normal = nnx.initializers.normal(0.02)
 def split(shape, *axes):
     """Metadata that shards a parameter over mesh axes, each where it divides the dimension."""
     mesh = jax.sharding.get_abstract_mesh().shape
-    spec = (axis if axis and n % mesh[axis] == 0 else None for n, axis in zip(shape, axes, strict=True))
+    spec = (axis if axis and n % mesh[axis] == 0 else None for n, axis in zip(shape, axes))
     return {'out_sharding': tuple(spec)}
 
 def table(rngs, rows, columns, *axes):
@@ -96,15 +92,13 @@ def attention(q_BTNH, k_BSNH, v_BSNH, index=0):
     scores_BNTS = jnp.einsum('btnh,bsnh->bnts', q_BTNH, k_BSNH, **FLOAT32)
     visible_TS = jnp.arange(k_BSNH.shape[1]) <= index + jnp.arange(q_BTNH.shape[1])[:, None]
     scores_BNTS = jnp.where(visible_TS, scores_BNTS, -jnp.inf)
-    # Dividing by the sum after the product with the values saves a pass over (T, S): on 2 CPU cores
-    # a default step takes 3/4 of the time it takes with jax.nn.dot_product_attention.
+    # Dividing by the sum at the end saves passes: 3/4 of the step of jax.nn.dot_product_attention.
     exp_BNTS = jnp.exp(scores_BNTS - jax.lax.stop_gradient(scores_BNTS.max(-1, keepdims=True)))
     out_BTNH = jnp.einsum('bnts,bsnh->btnh', exp_BNTS.astype(v_BSNH.dtype), v_BSNH, **FLOAT32)
     return (out_BTNH / exp_BNTS.sum(-1).swapaxes(1, 2)[..., None]).astype(v_BSNH.dtype)
 
 class TransformerBlock(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
-
     def __init__(self, embed_dim, num_heads, feed_forward_dim, dropout, dtype, rngs):
         D, N, H, F = embed_dim, num_heads, embed_dim // num_heads, feed_forward_dim
         def linear(inputs, outputs, *axes):   # axes: what splits each dimension of the kernel
@@ -122,8 +116,7 @@ class TransformerBlock(nnx.Module):
     def __call__(self, x_BTD, cache=None, index=0, rngs=None):
         """Returns the new x_BTD and the block's (keys, values), each (B, S, N, H).
 
-        Without a cache the T tokens attend to each other: training, or filling in a prompt. With
-        one, they stand at its positions index, index+1, ...: decoding. Dropout is on given rngs.
+        Given a cache of those, x_BTD is its part from position index on. Given rngs, dropout is on.
         """
         drop = functools.partial(self.dropout, deterministic=rngs is None, rngs=rngs)
         qkv = self.qkv(self.norm1(x_BTD), out_sharding=P('batch', None, None, 'model', None))
@@ -138,7 +131,6 @@ class TransformerBlock(nnx.Module):
 
 class TokenAndPositionEmbedding(nnx.Module):
     """The sum of a learned vector for each token and one for each position."""
-
     def __init__(self, maxlen, vocab_size, embed_dim, dtype, rngs):
         self.token_emb = table(rngs, vocab_size, embed_dim, 'batch', 'model')
         self.pos_emb = table(rngs, maxlen, embed_dim, None, 'batch')
@@ -151,12 +143,10 @@ class TokenAndPositionEmbedding(nnx.Module):
 
 class MiniGPT(nnx.Module):
     """Everything up to the output layer, which loss and sampler apply in their own ways."""
-
     def __init__(self, vocab_size, maxlen, embed_dim, num_transformer_blocks, dtype, rngs, **block):
         self.embedding_layer = TokenAndPositionEmbedding(maxlen, vocab_size, embed_dim, dtype, rngs)
-        self.transformer_blocks = nnx.List(
-            TransformerBlock(embed_dim, dtype=dtype, rngs=rngs, **block)
-            for _ in range(num_transformer_blocks))
+        self.transformer_blocks = nnx.List(TransformerBlock(
+            embed_dim, dtype=dtype, rngs=rngs, **block) for _ in range(num_transformer_blocks))
         self.norm = nnx.LayerNorm(embed_dim, dtype=dtype, rngs=rngs)
         self.output_layer = table(rngs, vocab_size, embed_dim, 'model', 'batch')
 
@@ -172,30 +162,27 @@ def create_model(seed, vocab_size, dtype, **settings):
     """MiniGPT of --dtype, its vocabulary padded; each parameter is made sharded, never whole."""
     if dtype == 'auto':
         dtype = 'float32' if jax.devices()[0].platform == 'cpu' else 'bfloat16'
-    settings |= dict(dtype=jnp.dtype(dtype), vocab_size=-(-vocab_size // 128) * 128)   # 50257 is odd
+    padded = -(-vocab_size // 128) * 128   # GPT-2's 50257 is odd: no `model` axis could split it
+    settings |= dict(vocab_size=padded, dtype=jnp.dtype(dtype))
     return jax.jit(lambda: MiniGPT(**settings, rngs=nnx.Rngs(seed)))()
 
 def gather(model):
     """The model with each parameter whole over `batch`, as the forward pass needs it (FSDP)."""
-    def whole(a):
-        spec = P(*(None if axis == 'batch' else axis for axis in jax.typeof(a).sharding.spec))
-        return jax.reshard(a, spec)
-    return jax.tree.map(whole, model)
+    spec = lambda a: P(*(None if n == 'batch' else n for n in jax.typeof(a).sharding.spec))
+    return jax.tree.map(lambda a: jax.reshard(a, spec(a)), model)
 
 # ---- Data: a text becomes one stream of token ids in a memory-mapped file, cut into windows: no
 # slot is padding, and a text of any size needs little memory. ------------------------------------
-
 END = '<|endoftext|>'
 WORDS = r' ?[^\W\d_]+| ?[^\s\w]|\s|\d|_'   # a word with the space before it, or one character
 BLOCK, HEADER = 1 << 22, 512               # characters read at a time; bytes before the ids
 STORY = ('Once upon a time there was a {mood} {animal} named {name}. {name} lived in the {place} '
          'and loved to {play}. One day {name} found a {color} {thing} near the {place}. Then a '
-         '{feeling} {friend} came by. {name} gave the {color} {thing} to the {friend}. The {friend} '
-         'was not {feeling} any more and they {deed} until the night.')
+         '{feeling} {friend} came by. {name} gave the {color} {thing} to the {friend}. The '
+         '{friend} was not {feeling} any more and they {deed} until the night.')
 CHOICES = dict(
     mood='little brave happy shy clever sleepy hungry kind',
-    animal='dog cat fox hen bear duck frog mouse',
-    name='Max Lily Tom Mia Sam Zoe Ben Anna',
+    animal='dog cat fox hen bear duck frog mouse', name='Max Lily Tom Mia Sam Zoe Ben Anna',
     place='forest garden village park meadow barn valley jungle',
     play='run jump swim climb dance sing dig hide',
     color='red blue green white yellow pink golden silver',
@@ -203,8 +190,7 @@ CHOICES = dict(
     feeling='sad lost tired cold thirsty lonely scared bored',
     friend='bird rabbit turtle squirrel goat pony bee owl',
     deed='laughed talked walked danced rested sat smiled cooked')
-# All words of a slot are as likely and a story always has 64 tokens with its END, so the entropy is
-# exact: on windows of whole stories no model can have a smaller loss. In nats a token:
+# Nats a token. Exact, and no loss can be smaller: a slot's words are as likely, a story 64 tokens.
 ENTROPY = sum(math.log(len(words.split())) for words in CHOICES.values()) / 64
 
 def grammar_stories():
@@ -223,9 +209,8 @@ def file_stories(path):
                 *stories, rest = (rest + block).split(END)
                 yield from (story.strip() + END for story in stories if story.strip())
                 while len(rest) > BLOCK:
-                    cut = max(rest.rfind(' ', 0, BLOCK), 0) or BLOCK   # tokens end before a space
-                    yield rest[:cut]
-                    rest = rest[cut:]
+                    yield rest[:BLOCK]
+                    rest = rest[BLOCK:]
         except UnicodeDecodeError as error:
             at = file.buffer.tell() - len(error.object) + error.start
             sys.exit(f'{path} is not UTF-8 text: {error.reason} at byte {at}.')
@@ -234,10 +219,9 @@ def file_stories(path):
 
 def common_words(stories):
     """The 4,096 most frequent words of the first 10,000 stories."""
-    counts = collections.Counter(
-        word for story in itertools.islice(stories, 10000)
-        for word in re.findall(WORDS, story.removesuffix(END)) if len(word) > 1)
-    return sorted(counts, key=lambda word: (-counts[word], word))[:4096]
+    text = ''.join(itertools.islice(stories, 10000)).replace(END, '\n')
+    counts = collections.Counter(word for word in re.findall(WORDS, text) if len(word) > 1)
+    return [word for word, _ in counts.most_common(4096)]
 
 def load_tokenizer(name, words=()):
     """tiktoken.Encoding: one of its own by name, or 256 bytes and `words` as tokens."""
@@ -250,8 +234,7 @@ def load_tokenizer(name, words=()):
     try:
         return tiktoken.get_encoding(name)
     except OSError:
-        sys.exit(f'The files of --tokenizer={name} could not be downloaded: set TIKTOKEN_CACHE_DIR to '
-                 'a folder that has them, or use --tokenizer=words.')
+        sys.exit(f'--tokenizer={name} cannot be loaded: set TIKTOKEN_CACHE_DIR, or use words.')
 
 def write_tokens(path, stories, tokenizer, source):
     """Writes END and the stories as ids, in bounded memory, whole or not at all."""
@@ -270,9 +253,9 @@ def write_tokens(path, stories, tokenizer, source):
                 count += ids.size
                 pieces = list(itertools.islice(stories, 4096))
                 say(f'{path}: {count:,} tokens', end='\r' if pieces else '\n')
-            meta = source | dict(dtype=dtype.name, count=count, digest=digest.hexdigest()[:16])
             file.seek(0)
-            file.write(json.dumps(meta).encode().ljust(HEADER))
+            file.write(json.dumps(dict(source=source, dtype=dtype.name, count=count,
+                                       digest=digest.hexdigest()[:16])).encode().ljust(HEADER))
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
@@ -283,23 +266,21 @@ def load_tokens(data, tokenizer, workdir):
     path = folder / f'{data.name if data else "grammar"}.{tokenizer.name}.tokens'
     text = [data.stat().st_size, data.stat().st_mtime_ns] if data else [STORY, CHOICES]
     made_of = repr([1, text, tokenizer.token_byte_values()])   # 1: the format of the token file
-    source = {'source': hashlib.sha256(made_of.encode()).hexdigest()}
+    source = hashlib.sha256(made_of.encode()).hexdigest()
     try:
         meta = json.loads(open(path, 'rb').read(HEADER))
-        if source.items() <= meta.items():
+        if meta['source'] == source:
             return np.memmap(path, meta['dtype'], 'r', HEADER, meta['count']), meta['digest']
-    except (FileNotFoundError, ValueError):   # ValueError: not a token file, or not whole
+    except (FileNotFoundError, KeyError, ValueError):   # none, or not a whole token file
         pass
     path.parent.mkdir(parents=True, exist_ok=True)
     write_tokens(path, file_stories(data) if data else grammar_stories(), tokenizer, source)
     return load_tokens(data, tokenizer, workdir)
 
-@dataclasses.dataclass
 class TextDataset:
     """Grain random access source of windows: maxlen tokens and the one that follows them."""
-    ids: np.ndarray
-    maxlen: int
-    windows: range
+    def __init__(self, ids, maxlen, windows):
+        self.ids, self.maxlen, self.windows = ids, maxlen, windows
 
     def __len__(self):
         return len(self.windows)
@@ -313,7 +294,7 @@ def split_windows(ids, maxlen, batch_size):
     windows = range((ids.size - 1) // maxlen)
     training = len(windows) - min(64, -(-len(windows) // 10))
     if training < batch_size:
-        sys.exit(f'{ids.size} tokens give {training} windows of {maxlen} to train on, fewer than one '
+        sys.exit(f'{ids.size} tokens give {training} windows of {maxlen} to train on, fewer than a '
                  f'batch of {batch_size}: use more text, or a smaller --batch_size or --maxlen.')
     return [TextDataset(ids, maxlen, part) for part in (windows[:training], windows[training:])]
 
@@ -330,7 +311,6 @@ def to_devices(batch_BS):
     return jax.make_array_from_callback(batch_BS.shape, sharding, lambda rows: batch_BS[rows])
 
 # ---- Mesh: (batch, model) devices, simulated where a machine has only CPUs ----------------------
-
 def mesh_shape(text, devices, simulated):
     """(batch, model) of --mesh; exits unless it fits the devices and uses all accelerators."""
     if not re.fullmatch(r'(-1|[1-9]\d*),(-1|[1-9]\d*)', text) or text == '-1,-1':
@@ -346,12 +326,10 @@ def mesh_shape(text, devices, simulated):
 
 def create_mesh(text):
     """Makes the mesh of --mesh the current one. Explicit axes: shardings are part of types."""
-    here = math.prod(int(n) for n in re.findall(r'\d+', text.replace('-1', '')))
+    wanted = math.prod(int(n) for n in re.findall(r'\d+', text.replace('-1', '')))
     if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
-        try:
-            jax.config.update('jax_num_cpu_devices', max(here, jax.config.jax_num_cpu_devices))
-        except RuntimeError:   # JAX has begun, with the devices that it has
-            pass
+        with contextlib.suppress(RuntimeError):   # JAX has begun, with the devices that it has
+            jax.config.update('jax_num_cpu_devices', max(wanted, jax.config.jax_num_cpu_devices))
     shape = mesh_shape(text, jax.device_count(), jax.devices()[0].platform == 'cpu')
     mesh = jax.make_mesh(shape, ('batch', 'model'), devices=jax.devices()[:math.prod(shape)],
                          axis_types=(jax.sharding.AxisType.Explicit,) * 2)
@@ -368,35 +346,34 @@ def check_sizes(mesh, batch_size, accum_steps, embed_dim, num_heads, feed_forwar
             ('--feed_forward_dim', feed_forward_dim, 'model axis', model),
             ('unit of the padded vocabulary', 128, 'model axis', model)]:
         if size % parts:
-            fits = sorted({max(parts, size // parts * parts), -(-size // parts) * parts})
-            sys.exit(f'{name}={size} does not divide by {by}={parts}: use {" or ".join(map(str, fits))}.')
+            fits = sorted({str(max(parts, size // parts * parts)), str(-(-size // parts) * parts)})
+            sys.exit(f'{name}={size} does not divide by {by}={parts}: use {" or ".join(fits)}.')
 
 def choose_accum_steps(batch_size, maxlen, mesh):
     """Micro-batches a step; shapes and mesh alone decide, as a resumed run must repeat them."""
-    # Tokens a device: more spill from a CPU's caches (1.2 times the step time at 8,192).
+    # Tokens a device and micro-batch: on 2 CPU cores 8,192 took 1.2 times as long as 2,048.
     most = 2048 if mesh.devices.flat[0].platform == 'cpu' else 65536
     rows = batch_size // mesh.shape['batch']
-    return next(n for n in range(1, rows + 1)
-                if rows % n == 0 and (rows // n * maxlen <= most or n == rows))
+    fits = lambda n: rows % n == 0 and rows // n * maxlen <= max(most, maxlen)
+    return next(filter(fits, range(1, rows + 1)))
 
 # ---- Train step: logits (B, T, V) would be by far the largest array, so the loss makes them for a
 # chunk of tokens at a time, and finds its gradients in the same pass. ----------------------------
-
 CHUNK = 512   # tokens; from 128 to 2048 made no difference
-
 def token_losses(x_BTD, w_VD, y_BT, vocab_size):
     """Softmax cross-entropy with logits x @ w.T: (losses, dx, dw), gradients of the losses' sum.
 
-    Losses are (B, T) float32, nats. Each device of the `model` axis holds some rows of w; pmax and
-    psum put the softmax together (Megatron-LM, arXiv:1909.08053). Rows from vocab_size on are
-    padding and take no part. Where only losses are used, the compiler drops the gradients.
+    Losses are (B, T), float32, nats. Each device of the `model` axis holds some rows of w; pmax and
+    psum put the softmax together (Megatron-LM, arXiv:1909.08053). Rows from vocab_size on are no
+    tokens. Where only the losses are used, the compiler drops the gradients.
     """
     def local(x_BTD, w_VD, y_BT):
         (rows, D), n = w_VD.shape, y_BT.size
-        size = min((c for c in range(1, n + 1) if n % c == 0), key=lambda c: abs(math.log2(c / CHUNK)))
+        divisors = [c for c in range(1, n + 1) if n % c == 0]
+        size = min(divisors, key=lambda c: abs(math.log(c / CHUNK)))   # the nearest
         first = jax.lax.axis_index('model') * rows
         real_V = first + jnp.arange(rows) < vocab_size
-        at_BT = jnp.where((y_BT >= first) & (y_BT < first + rows), y_BT - first, rows)   # rows: none
+        at_BT = jnp.where((y_BT >= first) & (y_BT < first + rows), y_BT - first, rows)   # or past w
         kernel_VD = w_VD.astype(x_BTD.dtype)
         def chunk(dw_VD, x_and_at):
             x_CD, at_C = x_and_at
@@ -406,8 +383,7 @@ def token_losses(x_BTD, w_VD, y_BT, vocab_size):
             target_CD = kernel_VD.at[at_C].get(mode='fill', fill_value=0)
             target_C = jnp.einsum('cd,cd->c', x_CD, target_CD, **FLOAT32)
             sum_C, target_C = jax.lax.psum((exp_CV.sum(-1), target_C), 'model')
-            # d loss / d logits is exp / sum - onehot. The two parts meet w and x apart from each
-            # other, which saves passes over (C, V); the onehot part of dw follows after the scan.
+            # d loss / d logits = exp / sum - onehot; taken part by part, it needs no (C, V) pass.
             exp_CV = exp_CV.astype(x_CD.dtype)
             dx_CD = jax.lax.psum((exp_CV @ kernel_VD) / sum_C[:, None] - target_CD, 'model')
             dw_VD += jnp.matmul(exp_CV.T, (x_CD / sum_C[:, None]).astype(x_CD.dtype), **FLOAT32)
@@ -417,9 +393,8 @@ def token_losses(x_BTD, w_VD, y_BT, vocab_size):
         dw_VD, (losses, dx) = jax.lax.scan(chunk, zeros, chunks)
         dw_VD = dw_VD.at[at_BT].add(-x_BTD.astype(jnp.float32), mode='drop')
         return losses.reshape(y_BT.shape), dx.reshape(x_BTD.shape), jax.lax.psum(dw_VD, 'batch')
-    w_spec, y_spec = P('model', None), P('batch', None)
-    return jax.shard_map(local, in_specs=(RESIDUAL, w_spec, y_spec),
-                         out_specs=(y_spec, RESIDUAL, w_spec))(x_BTD, w_VD, y_BT)
+    x, w, y = RESIDUAL, P('model', None), P('batch', None)
+    return jax.shard_map(local, in_specs=(x, w, y), out_specs=(y, x, w))(x_BTD, w_VD, y_BT)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def cross_entropy(x_BTD, w_VD, y_BT, vocab_size):
@@ -439,18 +414,15 @@ def loss_fn(model, ids_BS, vocab_size, dropout_key=None):
     x_BTD, _ = model(ids_BS[:, :-1], rngs=rngs)
     return cross_entropy(x_BTD, model.output_layer[...], ids_BS[:, 1:], vocab_size)
 
-def create_schedule(peak, warmup_steps, total_steps):
-    """Learning rate by step: linear warm-up to the peak, then a cosine down to a tenth of it."""
+def create_optimizer(model, peak, warmup_steps, total_steps, weight_decay, clip_norm):
+    """(optimizer, schedule): clipped AdamW; linear warm-up to peak, a cosine down to peak / 10."""
     warmup_steps = min(warmup_steps, total_steps - 1)
-    return optax.warmup_cosine_decay_schedule(
+    schedule = optax.warmup_cosine_decay_schedule(
         peak / (warmup_steps + 1), peak, warmup_steps, total_steps, peak / 10)
-
-def create_optimizer(model, schedule, weight_decay, clip_norm):
-    """Clipping, then AdamW, decaying matrices alone; its state is split as the parameters are."""
     matrices = lambda params: jax.tree.map(lambda a: a.ndim > 1, params)
     tx = optax.chain(optax.clip_by_global_norm(clip_norm), optax.adamw(
         schedule, b2=0.95, weight_decay=weight_decay, mask=matrices))
-    return jax.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model)
+    return jax.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model), schedule
 
 @functools.partial(jax.jit, donate_argnames=('model', 'optimizer'),
                    static_argnames=('vocab_size', 'accum_steps', 'dropout'))
@@ -458,8 +430,8 @@ def train_step(model, optimizer, ids_BS, key, *, vocab_size, accum_steps, dropou
     """One update; returns model, optimizer, and loss and gradient norm (before clipping).
 
     Modules are pytrees: plain jax.jit takes and returns them, at a fifth of nnx.jit's overhead.
-    Memory peaks at parameters, optimizer state, gradients and the activations of one micro-batch.
     """
+    # Memory peaks at parameters, Adam's moments, gradients and one micro-batch's activations.
     whole, key = gather(model), jax.random.fold_in(key, optimizer.step[...])
     def add(sums, micro_batch):
         i, ids_BS = micro_batch
@@ -494,9 +466,7 @@ def evaluate(model, held_out, rows, vocab_size):
     return np.concatenate(jax.device_get(losses))[:count].mean()
 
 # ---- Reports: numbers are read one step late, so that the device never waits for Python ---------
-
 COLUMNS = ('step', 'loss', 'grad_norm', 'learning_rate', 'tokens_per_s', 'val_loss')
-
 def say(text, end='\n', file=None):
     """Prints, in process 0 alone; a line to be overwritten (end='\\r') only on a terminal."""
     file = file or sys.stdout
@@ -505,14 +475,14 @@ def say(text, end='\n', file=None):
 
 class Report:
     """Log lines, rows of metrics.csv and loss.png, for the steps that are logged or validated."""
-
     def __init__(self, workdir, start, total, batch_tokens, schedule, floor, floor_name):
         self.path, self.total, self.batch_tokens = workdir / 'metrics.csv', total, batch_tokens
         self.schedule, self.floor, self.floor_name = schedule, floor, floor_name
         self.pending = self.last = None   # (step, metrics, val_loss) and (step, time)
         self.paused = 0.0                 # seconds spent on validations
-        rows = self.path.read_text().splitlines()[1:] if self.path.exists() else []
-        self.write('w', COLUMNS, *(row.split(',') for row in rows if int(row.split(',')[0]) < start))
+        self.path.touch()
+        rows = [line.split(',') for line in self.path.read_text().splitlines()[1:]]
+        self.write('w', COLUMNS, *(row for row in rows if int(row[0]) < start))
 
     def write(self, mode, *rows):
         if jax.process_index() == 0:
@@ -527,7 +497,8 @@ class Report:
         row, line = dict.fromkeys(COLUMNS, '') | {'step': step}, f'step {step}/{self.total}'
         if metrics:
             row |= jax.device_get(metrics) | {'learning_rate': np.float32(self.schedule(step))}
-            line += ' | loss {loss:.4f} | grad {grad_norm:.2f} | lr {learning_rate:.1e}'.format(**row)
+            line += ' | loss {loss:.4f} | grad {grad_norm:.2f} | lr {learning_rate:.1e}'
+            line = line.format(**row)
             now = time.perf_counter() - self.paused
             if self.last:
                 rate = (step - self.last[0]) * self.batch_tokens / (now - self.last[1])
@@ -549,31 +520,27 @@ class Report:
         rows = np.atleast_1d(np.genfromtxt(self.path, delimiter=',', names=True))
         figure = matplotlib.figure.Figure(figsize=(8, 5))
         axes = figure.add_subplot(xlabel='step', ylabel='loss (nats a token)', yscale='log')
-        for name, style, label in [('loss', '-', 'training'), ('val_loss', 'o--', 'validation')]:
-            known = rows[~np.isnan(rows[name])]
-            axes.plot(known['step'], known[name], style, label=label,
-                      color='0.6' if name == 'loss' else 'black')
-        axes.axhline(self.floor, linestyle=':', color='black', label=f'{self.floor_name} {self.floor:.3f}')
+        axes.plot(rows['step'], rows['loss'], color='0.6', label='training')
+        axes.plot(rows['step'], rows['val_loss'], 'ko', label='validation')
+        axes.axhline(self.floor, color='black', linestyle=':', label=self.floor_name)
         axes.legend()
         figure.savefig(self.path.with_name('loss.part.png'), dpi=120)
         os.replace(self.path.with_name('loss.part.png'), self.path.with_name('loss.png'))
 
-def trace(call, num_steps, folder):
+def trace(call, num_steps, folder, model):
     """Traces num_steps calls of the train step, from call 5, for TensorBoard or XProf."""
-    if call == 5:
-        jax.profiler.start_trace(folder)
-    if call == 5 + num_steps:
-        jax.profiler.stop_trace()
-        say(f'profile of {num_steps} steps in {folder}')
+    if num_steps and call in (5, 5 + num_steps):
+        jax.block_until_ready(model)
+        jax.profiler.start_trace(folder) if call == 5 else jax.profiler.stop_trace()
+        say(f'tracing {num_steps} steps' if call == 5 else f'the trace is in {folder}')
 
-# ---- Sampler: one pass fills in the prompt, then a token a pass against the KV cache, in one loop
-# whose shapes know nothing of the prompt: it compiles once. --------------------------------------
-
+# ---- Sampler: the prompt takes one pass, then each token one against the KV cache; compiled once -
 @functools.partial(jax.jit, static_argnames=('vocab_size', 'end', 'top_k'))
 def generate_tokens(model, ids_BT, start, stop, key, temperature, *, vocab_size, end, top_k):
     """ids_BT, filled from position `start` on until all rows have an `end` or reach `stop`."""
     model = gather(model)
-    def next_token(x_BD, index):
+    def write_token(carry):
+        index, x_BD, ids_BT, caches, ended_B1 = carry
         logits_BV = jnp.einsum('bd,vd->bv', x_BD, model.output_layer[...].astype(x_BD.dtype),
                                **FLOAT32, out_sharding=P('batch', 'model'))
         logits_BV = jax.reshard(logits_BV, P())[:, :vocab_size]   # no padded ids
@@ -581,29 +548,25 @@ def generate_tokens(model, ids_BT, start, stop, key, temperature, *, vocab_size,
         # argmax(logits + temperature * Gumbel noise) draws from softmax(logits / temperature)
         noise_BK = jax.random.gumbel(jax.random.fold_in(key, index), top_BK.shape)
         best_B1 = jnp.argmax(top_BK + temperature * noise_BK, axis=1, keepdims=True)
-        return jax.reshard(jnp.take_along_axis(ids_BK, best_B1, axis=1), P('batch', None))
-    def write_one(carry):
-        index, x_BD, ids_BT, caches, ended_B1 = carry
-        token_B1 = next_token(x_BD, index)
+        token_B1 = jax.reshard(jnp.take_along_axis(ids_BK, best_B1, axis=1), P('batch', None))
         ids_BT = jax.lax.dynamic_update_slice_in_dim(ids_BT, token_B1, index, axis=1)
         x_B1D, caches = model(token_B1, caches, index)
         return index + 1, x_B1D[:, 0], ids_BT, caches, ended_B1 | (token_B1 == end)
     x_BTD, caches = model(ids_BT)
     x_BD = jax.lax.dynamic_index_in_dim(x_BTD, start - 1, axis=1, keepdims=False)
     carry = start, x_BD, ids_BT, caches, jnp.zeros_like(ids_BT[:, :1], bool)
-    carry = jax.lax.while_loop(lambda carry: (carry[0] < stop) & ~carry[-1].all(), write_one, carry)
-    return jax.reshard(carry[2], P())
+    goes_on = lambda carry: (carry[0] < stop) & ~carry[-1].all()
+    return jax.reshard(jax.lax.while_loop(goes_on, write_token, carry)[2], P())
 
 def encode_prompt(tokenizer, prompt, maxlen):
     """End-of-text, as before every story of the stream, and the prompt's ids; exits if too long."""
     ids = [tokenizer.eot_token] + tokenizer.encode_ordinary(prompt)
     if len(ids) >= maxlen:
-        sys.exit(f'--prompt has {len(ids) - 1} tokens; --maxlen={maxlen} leaves room for {maxlen - 2} '
-                 'beside end-of-text and a token to write: shorten it.')
+        sys.exit(f'--prompt: {len(ids) - 1} tokens; --maxlen={maxlen} has room for {maxlen - 2}.')
     return ids
 
-def generate_text(model, tokenizer, prompt, maxlen, *, num_samples=1, max_new_tokens=0, top_k=10,
-                  temperature=1.0, seed=0):
+def generate_text(model, tokenizer, prompt, maxlen, num_samples, max_new_tokens, top_k,
+                  temperature, seed):
     """Texts from the prompt up to end-of-text or the limit; the same seed gives the same texts."""
     prompt_ids, end = encode_prompt(tokenizer, prompt, maxlen), tokenizer.eot_token
     start, batch = len(prompt_ids), jax.sharding.get_mesh().shape['batch']
@@ -621,37 +584,31 @@ def generate_text(model, tokenizer, prompt, maxlen, *, num_samples=1, max_new_to
 
 # ---- Checkpoint: parameters, optimizer state (its step included) and configuration. Order of the
 # data and random keys follow from seed and step, so there is no other state to lose. -------------
-
 def open_checkpoints(workdir, keep=1, read_only=False):
     """Orbax manager that saves in the background and keeps the newest checkpoints."""
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep, read_only=read_only, cleanup_tmp_directories=not read_only)
     return ocp.CheckpointManager((workdir / 'checkpoints').absolute(), options=options)
 
-def save_checkpoint(manager, step, model, optimizer, config):
-    """Copies the state and returns; Orbax writes it to a temporary folder and renames that."""
+def save_checkpoint(manager, step, config, **modules):
+    """Copies the modules and returns; Orbax writes them to a temporary folder and renames that."""
+    items = {name: ocp.args.StandardSave(nnx.to_pure_dict(nnx.state(module)))
+             for name, module in modules.items()}
     if step and step not in manager.all_steps():
-        manager.save(step, args=ocp.args.Composite(
-            model=ocp.args.StandardSave(nnx.to_pure_dict(nnx.state(model))),
-            optimizer=ocp.args.StandardSave(nnx.to_pure_dict(nnx.state(optimizer))),
-            config=ocp.args.JsonSave(config)))
+        manager.save(step, args=ocp.args.Composite(config=ocp.args.JsonSave(config), **items))
 
 def restore(manager, step, **modules):
-    """Fills modules (model=..., optimizer=...), each array read straight into its sharding."""
+    """The checkpoint's configuration; fills modules, each array read straight into its sharding."""
+    items = {name: ocp.args.StandardRestore(jax.tree.map(
+        ocp.utils.to_shape_dtype_struct, nnx.to_pure_dict(nnx.state(module))))
+             for name, module in modules.items()}
+    found = manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore(), **items))
     for name, module in modules.items():
-        target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding),
-                              nnx.to_pure_dict(nnx.state(module)))
-        item = ocp.args.Composite(**{name: ocp.args.StandardRestore(target)})
-        nnx.update(module, manager.restore(step, args=item)[name])
-
-def read_config(manager, step):
-    """The configuration that was saved with the checkpoint."""
-    return manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore()))['config']
+        nnx.update(module, found[name])
+    return found['config']
 
 # ---- Main: checks, set-up, and a loop that waits for the device only to report ------------------
-
 SIGNALS = []   # those that came; each asks the loop to save and stop
-
 def on_signal(number, frame):
     """Notes the signal for the loop; a second one ends the process at once."""
     SIGNALS.append(number)
@@ -668,9 +625,10 @@ def parse_flags(argv):
         sys.exit(f'Stray argument {rest[1]!r}: flags begin with --, as in --mesh=4,2.')
     return rest
 
-def writing(F):
-    """The flags of generate_text."""
-    return {name: F[name].value for name in ('max_new_tokens', 'top_k', 'temperature', 'seed')}
+def write(F, model, tokenizer, maxlen, num_samples=1):
+    """generate_text as the flags say."""
+    return generate_text(model, tokenizer, F.prompt, maxlen, num_samples, F.max_new_tokens, F.top_k,
+                         F.temperature, F.seed)
 
 def sample(F):
     """--mode=sample: text to stdout. Model, settings and tokenizer come from the checkpoint."""
@@ -680,14 +638,13 @@ def sample(F):
     step = manager.latest_step()
     if step is None:
         sys.exit(f'{run} has no checkpoint to sample from: train first, or name another --workdir.')
-    config = read_config(manager, step)
+    config = restore(manager, step)
     say(f'{run}, step {step}', file=sys.stderr)
     tokenizer = load_tokenizer(config['fixed']['tokenizer'], config['words'])
     create_mesh(F.mesh)
     model = create_model(0, tokenizer.n_vocab, F.dtype, **config['model'])
     restore(manager, step, model=model)
-    print('\n\n'.join(generate_text(model, tokenizer, F.prompt, config['model']['maxlen'],
-                                     num_samples=F.num_samples, **writing(F))), flush=True)
+    print('\n\n'.join(write(F, model, tokenizer, config['model']['maxlen'], F.num_samples)))
 
 def plan_run(F):
     """What the flags leave open: (data, tokenizer's name, maxlen, mesh, batch_size, workdir)."""
@@ -700,11 +657,11 @@ def plan_run(F):
     batch, model = mesh.devices.shape
     batch_size = F.batch_size or -(-rows // batch) * batch
     check_sizes(mesh, batch_size, F.accum_steps, F.embed_dim, F.num_heads, F.feed_forward_dim)
-    name = (f'{data.stem if data else "grammar"}-{F.num_transformer_blocks}x{F.embed_dim}'
-            f'-b{batch_size}-s{F.seed}')
-    workdir, device = pathlib.Path(F.workdir or f'runs/{name}'), mesh.devices.flat[0]
-    say(f'{data or "built-in story grammar"} -> {workdir} | mesh {batch},{model} of {device.device_kind} '
-        'devices' + ', simulated' * (device.platform == 'cpu' and mesh.size > 1))
+    size = f'{F.num_transformer_blocks}x{F.embed_dim}-b{batch_size}-s{F.seed}'
+    workdir = pathlib.Path(F.workdir or f'runs/{data.stem if data else "grammar"}-{size}')
+    platform = jax.devices()[0].platform
+    kind = f'simulated {platform}' if platform == 'cpu' and mesh.size > 1 else platform
+    say(f'{data or "built-in grammar"} -> {workdir} | mesh {batch},{model} of {kind} devices')
     return data, F.tokenizer or tokenizer, F.maxlen or maxlen, mesh, batch_size, workdir
 
 def train(F):
@@ -720,79 +677,64 @@ def train(F):
     ids, digest = load_tokens(data, tokenizer, workdir)
     training, held_out = split_windows(ids, maxlen, batch_size)
     total = F.max_steps or len(training) * F.num_epochs // batch_size
-    settings = dict(
-        maxlen=maxlen, num_transformer_blocks=F.num_transformer_blocks, embed_dim=F.embed_dim,
-        num_heads=F.num_heads, feed_forward_dim=F.feed_forward_dim, dropout=F.dropout)
+    settings = {flag: F[flag].value for flag in MODEL_FLAGS} | {'maxlen': maxlen}
     fixed = dict(data=digest, tokenizer=name, batch_size=batch_size, seed=F.seed, **settings)
     config = dict(fixed=fixed, model=settings, words=words, accum_steps=accum_steps)
     manager = open_checkpoints(workdir, F.keep)
     step = manager.latest_step() or 0
-    for key, old in (read_config(manager, step)['fixed'] if step else {}).items():
+    for key, old in (restore(manager, step)['fixed'] if step else {}).items():
         if old != fixed[key]:
-            sys.exit(f'{workdir} holds a run with {key}={old}, not {fixed[key]}: use another '
-                     '--workdir, or --overwrite.')
+            sys.exit(f'{workdir} has {key}={old}, not {fixed[key]}: --workdir=NEW or --overwrite.')
     if step >= total:
         return say(f'{workdir} is finished at step {step}: raise --max_steps, or --overwrite it.')
     model = create_model(F.seed, tokenizer.n_vocab, F.dtype, **settings)
-    schedule = create_schedule(F.learning_rate, F.warmup_steps, total)
-    optimizer = create_optimizer(model, schedule, F.weight_decay, F.clip_norm)
+    optimizer, schedule = create_optimizer(
+        model, F.learning_rate, F.warmup_steps, total, F.weight_decay, F.clip_norm)
     if step:
         restore(manager, step, model=model, optimizer=optimizer)
-    say(f'{sum(a.size for a in jax.tree.leaves(model)):,} parameters | {len(training):,} windows to '
-        f'train on, {len(held_out)} held out | steps {step} to {total} of {batch_size} x {maxlen} '
-        f'tokens in {accum_steps} micro-batches\ncompiling the train step ...')
+    say(f'{sum(a.size for a in jax.tree.leaves(model)):,} parameters | {len(training):,} windows, '
+        f'{len(held_out)} held out | steps {step} to {total} of {batch_size} x {maxlen} tokens in '
+        f'{accum_steps} micro-batches\ncompiling')
     began, key = time.perf_counter(), jax.random.key(F.seed)
     batches = map(to_devices, training_batches(training, batch_size, F.seed, step, total))
     first = next(batches)
-    compiled = train_step.lower(model, optimizer, first, key, vocab_size=tokenizer.n_vocab,
-                                accum_steps=accum_steps, dropout=F.dropout > 0).compile()
+    next_step = train_step.lower(model, optimizer, first, key, vocab_size=tokenizer.n_vocab,
+                                 accum_steps=accum_steps, dropout=F.dropout > 0).compile()
     say(f'compiled in {time.perf_counter() - began:.1f} s')
-    batches, calls = itertools.chain([first], batches), itertools.count()
+    batches, start = itertools.chain([first], batches), step
     floor = (math.log(tokenizer.n_vocab), 'ln(vocabulary)') if data else (ENTROPY, 'entropy')
     report = Report(workdir, step, total, batch_size * maxlen, schedule, *floor)
-    def next_step(model, optimizer):
-        trace(next(calls), F.profile_steps, str(workdir / 'profile'))
-        return compiled(model, optimizer, next(batches), key)
-    def validate(step, model):
-        report.flush()
-        jax.block_until_ready(model)
-        began = time.perf_counter()
-        val_loss = evaluate(model, held_out, batch_size // accum_steps, tokenizer.n_vocab)
-        text, = generate_text(model, tokenizer, F.prompt, maxlen, **writing(F))
-        say(f'\n--- step {step}, validation loss {val_loss:.4f} ---\n{text}\n')
-        report.paused += time.perf_counter() - began
-        return val_loss
-    def save(step, model, optimizer):
-        report.flush()
-        save_checkpoint(manager, step, model, optimizer, config)
+    due = lambda steps: steps and step % steps == 0
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
-    every = F.log_every, F.eval_every, F.checkpoint_every
-    step = train_loop(model, optimizer, step, total, every, next_step, validate, save, report)
+    while True:
+        done, val_loss = step == total or SIGNALS, None
+        if step == total or due(F.eval_every):
+            report.flush()
+            jax.block_until_ready(model)
+            began = time.perf_counter()
+            val_loss = evaluate(model, held_out, batch_size // accum_steps, tokenizer.n_vocab)
+            text, = write(F, model, tokenizer, maxlen)
+            say(f'\n--- step {step}, validation loss {val_loss:.4f} ---\n{text}\n')
+            report.paused += time.perf_counter() - began
+        if done or due(F.checkpoint_every):
+            report.flush()
+            save_checkpoint(manager, step, config, model=model, optimizer=optimizer)
+        if done:
+            report.pending = (step, {}, val_loss) if step == total else None
+            break
+        trace(step - start, F.profile_steps, str(workdir / 'profile'), model)
+        model, optimizer, metrics = next_step(model, optimizer, next(batches), key)
+        report.flush()
+        if due(F.log_every) or val_loss is not None:
+            report.pending = step, metrics, val_loss
+        step += 1
+    report.flush()
     manager.close()
     say(f'step {step}: checkpoint, metrics.csv and loss.png are in {workdir}'
         + '; the same command goes on from there' * (step < total))
-    if SIGNALS:
-        sys.exit(128 + SIGNALS[0])   # the status of a process that the signal ended
-
-def train_loop(model, optimizer, step, total, every, next_step, validate, save, report):
-    """Trains from `step` to `total` or to a signal; returns the step where it stopped."""
-    due = lambda steps: steps and step % steps == 0
-    log_every, eval_every, checkpoint_every = every
-    while True:
-        done, metrics = step == total or SIGNALS, {}
-        val_loss = validate(step, model) if step == total or due(eval_every) else None
-        if done or due(checkpoint_every):
-            save(step, model, optimizer)
-        if not done:
-            model, optimizer, metrics = next_step(model, optimizer)
-        report.flush()
-        if val_loss is not None or metrics and due(log_every):
-            report.pending = step, metrics, val_loss
-        if done:
-            report.flush()
-            return step
-        step += 1
+    if SIGNALS:   # exit as a process does that the signal ended
+        sys.exit(128 + SIGNALS[0])
 
 def main(argv):
     """Trains or samples, as --mode says."""
