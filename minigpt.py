@@ -47,16 +47,17 @@ flags.DEFINE_integer('maxlen', None, 'tokens of context; unset: 256, or 64 for t
 flags.DEFINE_integer('embed_dim', 256, 'width of embeddings and blocks', 1)
 flags.DEFINE_integer('num_heads', 8, 'attention heads a block', 1)
 flags.DEFINE_integer('feed_forward_dim', 256, 'width inside the MLP', 1)
-flags.DEFINE_float('dropout', 0.0, 'share of activations dropped in training', 0, 0.9)
+flags.DEFINE_float('dropout', 0.0, 'dropped in training; 0.1, as in the tutorial, took 4/3', 0, 0.9)
 flags.DEFINE_enum('dtype', 'auto', ['auto', 'float32', 'bfloat16'], 'auto: float32 on CPUs')
-flags.DEFINE_string('data', None, 'UTF-8 text; unset: ./TinyStories-train.txt, or a grammar')
+flags.DEFINE_string('data', None, 'UTF-8 text file, stories ended by <|endoftext|>; unset: '
+                    './TinyStories-train.txt, or where there is none a built-in grammar')
 flags.DEFINE_string('tokenizer', None, 'bytes, words or of tiktoken; unset: gpt2 (grammar: words)')
 flags.DEFINE_integer('batch_size', None, 'windows a step; unset: 144, or 4 for the grammar', 1)
 flags.DEFINE_integer('accum_steps', 0, 'micro-batches a step; 0: by batch, maxlen and mesh', 0)
 flags.DEFINE_integer('num_epochs', 1, 'times each window is seen', 1)
 flags.DEFINE_integer('max_steps', 0, 'steps in all; 0: as the epochs give', 0)
 flags.DEFINE_float('learning_rate', 1e-3, 'peak, after warm-up and before the cosine', 0)
-flags.DEFINE_integer('warmup_steps', 20, 'steps of rising learning rate', 0)
+flags.DEFINE_integer('warmup_steps', 20, 'steps of rising rate; 50 were too many for short runs', 0)
 flags.DEFINE_float('weight_decay', 0.1, 'of AdamW, on matrices', 0)
 flags.DEFINE_float('clip_norm', 1.0, 'largest gradient norm', 0)
 flags.DEFINE_integer('seed', 42, 'of parameters, order, dropout and samples', 0)
@@ -480,6 +481,8 @@ class Report:
         self.schedule, self.floor, self.floor_name = schedule, floor, floor_name
         self.pending = self.last = None   # (step, metrics, val_loss) and (step, time)
         self.paused = 0.0                 # seconds spent on validations
+        import matplotlib.figure   # slow: done once, before the clock runs
+        self.figure = matplotlib.figure.Figure(figsize=(8, 5))   # needs no display
         self.path.touch()
         rows = [line.split(',') for line in self.path.read_text().splitlines()[1:]]
         self.write('w', COLUMNS, *(row for row in rows if int(row[0]) < start))
@@ -489,8 +492,8 @@ class Report:
             with open(self.path, mode) as file:
                 file.writelines(','.join(map(str, row)) + '\n' for row in rows)
 
-    def flush(self):
-        """Prints and writes what is pending, waiting for the device to finish it."""
+    def flush(self, timed=False):
+        """Prints and writes what is pending; timed, with the rate, when a next step is under way."""
         if not self.pending:
             return
         (step, metrics, val_loss), self.pending = self.pending, None
@@ -500,12 +503,12 @@ class Report:
             line += ' | loss {loss:.4f} | grad {grad_norm:.2f} | lr {learning_rate:.1e}'
             line = line.format(**row)
             now = time.perf_counter() - self.paused
-            if self.last:
+            if timed and self.last:
                 rate = (step - self.last[0]) * self.batch_tokens / (now - self.last[1])
                 minutes, seconds = divmod(int((self.total - step) * self.batch_tokens / rate), 60)
                 line += f' | {rate / 1e3:.2f}k tok/s | eta {minutes}m{seconds:02d}s'
                 row['tokens_per_s'] = round(rate, 1)
-            self.last = step, now
+            self.last = (step, now) if timed else self.last
         if val_loss is not None:
             row['val_loss'] = val_loss
             line += f' | val {val_loss:.4f} | {self.floor_name} {self.floor:.4f}'
@@ -516,15 +519,14 @@ class Report:
 
     def plot(self):
         """Draws loss.png: training and validation loss, and the floor to compare them with."""
-        import matplotlib.figure   # slow to import; a bare Figure needs no display
         rows = np.atleast_1d(np.genfromtxt(self.path, delimiter=',', names=True))
-        figure = matplotlib.figure.Figure(figsize=(8, 5))
-        axes = figure.add_subplot(xlabel='step', ylabel='loss (nats a token)', yscale='log')
+        self.figure.clear()
+        axes = self.figure.add_subplot(xlabel='step', ylabel='loss (nats a token)', yscale='log')
         axes.plot(rows['step'], rows['loss'], color='0.6', label='training')
         axes.plot(rows['step'], rows['val_loss'], 'ko', label='validation')
         axes.axhline(self.floor, color='black', linestyle=':', label=self.floor_name)
         axes.legend()
-        figure.savefig(self.path.with_name('loss.part.png'), dpi=120)
+        self.figure.savefig(self.path.with_name('loss.part.png'), dpi=120)
         os.replace(self.path.with_name('loss.part.png'), self.path.with_name('loss.png'))
 
 def trace(call, num_steps, folder, model):
@@ -695,6 +697,8 @@ def train(F):
     say(f'{sum(a.size for a in jax.tree.leaves(model)):,} parameters | {len(training):,} windows, '
         f'{len(held_out)} held out | steps {step} to {total} of {batch_size} x {maxlen} tokens in '
         f'{accum_steps} micro-batches\ncompiling')
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
     began, key = time.perf_counter(), jax.random.key(F.seed)
     batches = map(to_devices, training_batches(training, batch_size, F.seed, step, total))
     first = next(batches)
@@ -705,11 +709,9 @@ def train(F):
     floor = (math.log(tokenizer.n_vocab), 'ln(vocabulary)') if data else (ENTROPY, 'entropy')
     report = Report(workdir, step, total, batch_size * maxlen, schedule, *floor)
     due = lambda steps: steps and step % steps == 0
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
     while True:
         done, val_loss = step == total or SIGNALS, None
-        if step == total or due(F.eval_every):
+        if step == total or due(F.eval_every) and not SIGNALS:
             report.flush()
             jax.block_until_ready(model)
             began = time.perf_counter()
@@ -725,14 +727,14 @@ def train(F):
             break
         trace(step - start, F.profile_steps, str(workdir / 'profile'), model)
         model, optimizer, metrics = next_step(model, optimizer, next(batches), key)
-        report.flush()
+        report.flush(timed=True)
         if due(F.log_every) or val_loss is not None:
             report.pending = step, metrics, val_loss
         step += 1
     report.flush()
     manager.close()
     say(f'step {step}: checkpoint, metrics.csv and loss.png are in {workdir}'
-        + '; the same command goes on from there' * (step < total))
+        + '; the same command goes on from there' * (0 < step < total))
     if SIGNALS:   # exit as a process does that the signal ended
         sys.exit(128 + SIGNALS[0])
 
