@@ -493,7 +493,7 @@ class Report:
                 file.writelines(','.join(map(str, row)) + '\n' for row in rows)
 
     def flush(self, timed=False):
-        """Prints and writes what is pending; timed, with the rate, when a next step is under way."""
+        """Prints and writes what is pending; timed, with the rate, if a next step is under way."""
         if not self.pending:
             return
         (step, metrics, val_loss), self.pending = self.pending, None
