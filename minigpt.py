@@ -479,8 +479,7 @@ class Report:
     def __init__(self, workdir, start, total, batch_tokens, schedule, floor, floor_name):
         self.path, self.total, self.batch_tokens = workdir / 'metrics.csv', total, batch_tokens
         self.schedule, self.floor, self.floor_name = schedule, floor, floor_name
-        self.pending = self.last = None   # (step, metrics, val_loss) and (step, time)
-        self.paused = 0.0                 # seconds spent on validations
+        self.pending, self.last, self.paused = None, None, 0.0   # paused: seconds of validation
         import matplotlib.figure   # slow: done once, before the clock runs
         self.figure = matplotlib.figure.Figure(figsize=(8, 5))   # needs no display
         self.path.touch()
@@ -523,7 +522,8 @@ class Report:
         self.figure.clear()
         axes = self.figure.add_subplot(xlabel='step', ylabel='loss (nats a token)', yscale='log')
         axes.plot(rows['step'], rows['loss'], color='0.6', label='training')
-        axes.plot(rows['step'], rows['val_loss'], 'ko', label='validation')
+        known = rows[~np.isnan(rows['val_loss'])]
+        axes.plot(known['step'], known['val_loss'], 'ko--', label='validation')
         axes.axhline(self.floor, color='black', linestyle=':', label=self.floor_name)
         axes.legend()
         self.figure.savefig(self.path.with_name('loss.part.png'), dpi=120)
