@@ -74,7 +74,7 @@ flags.DEFINE_float('temperature', 1.0, '0: always the likeliest token', 0)
 # ---- Model: pre-LN GPT. Kernels are split over `model` by column, then by row, so that attention
 # and MLP need one all-reduce each; over `batch` they are split for storage alone (FSDP). ---------
 RESIDUAL = P('batch', None, None)
-FLOAT32 = dict(preferred_element_type=jnp.float32)   # what products add up in, under bfloat16 too
+FLOAT32 = dict(preferred_element_type=jnp.float32)   # products add up in it, under bfloat16 too
 normal = nnx.initializers.normal(0.02)
 
 def split(shape, *axes):
@@ -482,14 +482,11 @@ class Report:
         self.pending, self.last, self.paused = None, None, 0.0   # paused: seconds of validation
         import matplotlib.figure   # slow: done once, before the clock runs
         self.figure = matplotlib.figure.Figure(figsize=(8, 5))   # needs no display
-        self.path.touch()
-        rows = [line.split(',') for line in self.path.read_text().splitlines()[1:]]
-        self.write('w', COLUMNS, *(row for row in rows if int(row[0]) < start))
-
-    def write(self, mode, *rows):
-        if jax.process_index() == 0:
-            with open(self.path, mode) as file:
-                file.writelines(','.join(map(str, row)) + '\n' for row in rows)
+        rows = self.path.read_text().splitlines()[1:] if self.path.exists() else []
+        rows = [row for row in rows if row.count(',') == 5 and int(row.split(',')[0]) < start]
+        part = self.path.with_name('metrics.part')   # a kill leaves the old file or the new one
+        part.write_text('\n'.join([','.join(COLUMNS), *rows, '']))
+        os.replace(part, self.path)
 
     def flush(self, timed=False):
         """Prints and writes what is pending; timed, with the rate, if a next step is under way."""
@@ -512,9 +509,11 @@ class Report:
             row['val_loss'] = val_loss
             line += f' | val {val_loss:.4f} | {self.floor_name} {self.floor:.4f}'
         say(line)
-        self.write('a', row.values())
-        if val_loss is not None and jax.process_index() == 0:
-            self.plot()
+        if jax.process_index() == 0:
+            with open(self.path, 'a') as file:
+                file.write(','.join(map(str, row.values())) + '\n')
+            if val_loss is not None:
+                self.plot()
 
     def plot(self):
         """Draws loss.png: training and validation loss, and the floor to compare them with."""
