@@ -145,10 +145,18 @@ def test_a_later_token_changes_nothing_before_it_and_an_earlier_one_does():
 
 def test_parameters_are_float32_and_split_over_the_whole_mesh():
     model = tiny_model('4,2')
-    for a in jax.tree.leaves(model):
-        assert a.dtype == jnp.float32
-        assert a.addressable_shards[0].data.size == (a.size // 8 if a.ndim > 1 else a.size) or \
-            a.shape == (16, 32)   # positions are not split over `model`
+    assert dict(minigpt.jax.sharding.get_mesh().shape) == {'batch': 4, 'model': 2}
+    part = lambda a: a[...].addressable_shards[0].data.shape
+    assert part(model.output_layer) == (384 // 2, 32 // 4)
+    assert part(model.embedding_layer.token_emb) == (384 // 4, 32 // 2)
+    block = model.transformer_blocks[0]
+    assert part(block.qkv.kernel) == (32 // 4, 3, 8 // 2, 4) and part(block.out.kernel) == (8 // 2, 4, 32 // 4)
+    assert part(block.up.kernel) == (32 // 4, 32 // 2) and part(block.down.kernel) == (32 // 2, 32 // 4)
+    optimizer, _ = minigpt.create_optimizer(model, 1e-3, 0, 9, 0.1, 1.0)
+    whole = sum(a.size for a in jax.tree.leaves(model))
+    held = sum(a.addressable_shards[0].data.size for a in jax.tree.leaves((model, optimizer)))
+    assert held < 3 * whole / 8 * 1.2   # parameters and two moments, an eighth on each device
+    assert {a.dtype for a in jax.tree.leaves(model)} == {jnp.dtype('float32')}
 
 
 def test_bfloat16_compute_stays_near_float32():
@@ -321,6 +329,22 @@ def test_cached_decoding_gives_the_logits_of_the_full_forward_pass():
 
     full, cached = both(model, minigpt.to_devices(ids_BT))
     np.testing.assert_allclose(cached, full, atol=1e-5)
+
+
+def test_greedy_text_is_that_of_a_full_forward_pass_for_every_token():
+    tokenizer = minigpt.load_tokenizer('bytes')
+    model = jax.tree.map(lambda a: a * 8 if a.ndim > 1 else a, tiny_model('1,1', vocab_size=257))
+    ids = [tokenizer.eot_token, *b'abc']
+    while len(ids) < SIZES['maxlen'] and (len(ids) < 5 or ids[-1] != tokenizer.eot_token):
+        padded = np.array([ids + [0] * (SIZES['maxlen'] - len(ids))], np.int32)
+        x_BTD, _ = minigpt.gather(model)(minigpt.to_devices(padded))
+        z = np.asarray(x_BTD)[0, len(ids) - 1] @ np.asarray(model.output_layer[...])[:257].T
+        ids.append(int(z.argmax()))
+    prompt = np.array([ids[:4] + [0] * (SIZES['maxlen'] - 4)], np.int32)
+    found = minigpt.generate_tokens(
+        model, minigpt.to_devices(prompt), 4, SIZES['maxlen'], jax.random.key(0), 0.0,
+        vocab_size=257, end=tokenizer.eot_token, top_k=0)
+    assert np.asarray(found)[0, :len(ids)].tolist() == ids and len(ids) > 8
 
 
 def test_tokens_are_drawn_from_the_softmax_of_the_k_largest_logits_over_temperature():
