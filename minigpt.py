@@ -5,7 +5,7 @@
     python minigpt.py --mode=sample --prompt='One day'  # writes with the newest run
 
 The mesh has two axes: `batch` splits the rows of a batch (data parallel), `model` splits attention
-heads, MLP and vocabulary (tensor parallel); --mesh alone chooses. Both are explicit: an array's
+heads, MLP and output layer (tensor parallel); --mesh alone chooses. Both are explicit: an array's
 sharding is part of its type, and where shardings clash JAX says so instead of guessing.
 
     Flags        each default stands here and nowhere else
@@ -24,15 +24,10 @@ It has no mixture of experts, no reinforcement learning and no server.
 """
 import collections, contextlib, functools, glob, hashlib, itertools, json, math, os
 import pathlib, random, re, shutil, signal, sys, time
+import grain, jax, optax, tiktoken
+import jax.numpy as jnp, numpy as np, orbax.checkpoint as ocp
 from absl import app, flags, logging
 from flax import nnx
-import grain
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-import orbax.checkpoint as ocp
-import tiktoken
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 # ---- Flags: only main reads them ----------------------------------------------------------------
@@ -55,12 +50,12 @@ flags.DEFINE_string('tokenizer', None, 'bytes, words or of tiktoken; unset: gpt2
 flags.DEFINE_integer('batch_size', None, 'windows a step; unset: 144, or 4 for the grammar', 1)
 flags.DEFINE_integer('accum_steps', 0, 'micro-batches a step; 0: by batch, maxlen and mesh', 0)
 flags.DEFINE_integer('num_epochs', 1, 'times each window is seen', 1)
-flags.DEFINE_integer('max_steps', 0, 'steps in all; 0: as the epochs give', 0)
+flags.DEFINE_integer('max_steps', 0, 'steps in all; 0: as the epochs give', 0, 2**31 - 1)
 flags.DEFINE_float('learning_rate', 1e-3, 'peak, after warm-up and before the cosine', 0)
 flags.DEFINE_integer('warmup_steps', 20, 'steps of rising rate; 50 were too many for short runs', 0)
 flags.DEFINE_float('weight_decay', 0.1, 'of AdamW, on matrices', 0)
 flags.DEFINE_float('clip_norm', 1.0, 'largest gradient norm', 0)
-flags.DEFINE_integer('seed', 42, 'of parameters, order, dropout and samples', 0)
+flags.DEFINE_integer('seed', 42, 'of parameters, order, dropout and samples', 0, 2**32 - 1)
 flags.DEFINE_integer('log_every', 10, 'steps between log lines', 1)
 flags.DEFINE_integer('eval_every', 200, 'steps between validations with a story; 0: at the end', 0)
 flags.DEFINE_integer('checkpoint_every', 200, 'steps between checkpoints; 0: at the end', 0)
@@ -117,7 +112,7 @@ class TransformerBlock(nnx.Module):
     def __call__(self, x_BTD, cache=None, index=0, rngs=None):
         """Returns the new x_BTD and the block's (keys, values), each (B, S, N, H).
 
-        Given a cache of those, x_BTD is its part from position index on. Given rngs, dropout is on.
+        Given a cache of those, x_BTD stands at positions index, index+1, ...; rngs turn dropout on.
         """
         drop = functools.partial(self.dropout, deterministic=rngs is None, rngs=rngs)
         qkv = self.qkv(self.norm1(x_BTD), out_sharding=P('batch', None, None, 'model', None))
@@ -202,14 +197,14 @@ def grammar_stories():
         yield STORY.format(**words) + END
 
 def file_stories(path):
-    """Yields the stories of a text, stripped and with END; those longer than BLOCK in pieces."""
+    """Yields the stories of a text, stripped, END after each; those longer than BLOCK in pieces."""
     rest = ''
     with open(path, encoding='utf-8-sig') as file:   # any line ending, and a byte-order mark
         try:
             while block := file.read(BLOCK):
                 *stories, rest = (rest + block).split(END)
                 yield from (story.strip() + END for story in stories if story.strip())
-                while len(rest) > BLOCK:
+                while len(rest) > BLOCK + len(END):   # so that no END is cut in two
                     yield rest[:BLOCK]
                     rest = rest[BLOCK:]
         except UnicodeDecodeError as error:
@@ -272,7 +267,7 @@ def load_tokens(data, tokenizer, workdir):
         meta = json.loads(open(path, 'rb').read(HEADER))
         if meta['source'] == source:
             return np.memmap(path, meta['dtype'], 'r', HEADER, meta['count']), meta['digest']
-    except (FileNotFoundError, KeyError, ValueError):   # none, or not a whole token file
+    except (FileNotFoundError, KeyError, TypeError, ValueError):   # none, or not a whole one
         pass
     path.parent.mkdir(parents=True, exist_ok=True)
     write_tokens(path, file_stories(data) if data else grammar_stories(), tokenizer, source)
@@ -327,7 +322,7 @@ def mesh_shape(text, devices, simulated):
 
 def create_mesh(text):
     """Makes the mesh of --mesh the current one. Explicit axes: shardings are part of types."""
-    wanted = math.prod(int(n) for n in re.findall(r'\d+', text.replace('-1', '')))
+    wanted = math.prod(int(n) or 1 for n in re.findall(r'\d+', text.replace('-1', '')))
     if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
         with contextlib.suppress(RuntimeError):   # JAX has begun, with the devices that it has
             jax.config.update('jax_num_cpu_devices', max(wanted, jax.config.jax_num_cpu_devices))
@@ -341,17 +336,17 @@ def check_sizes(mesh, batch_size, accum_steps, embed_dim, num_heads, feed_forwar
     """Exits unless every size divides by what splits it."""
     batch, model = mesh.devices.shape
     for name, size, by, parts in [
-            ('--batch_size', batch_size, 'batch axis x --accum_steps', batch * max(1, accum_steps)),
+            ('--batch_size', batch_size, 'the batch axis x --accum_steps', batch * max(1, accum_steps)),
             ('--embed_dim', embed_dim, '--num_heads', num_heads),
-            ('--num_heads', num_heads, 'model axis', model),
-            ('--feed_forward_dim', feed_forward_dim, 'model axis', model),
-            ('unit of the padded vocabulary', 128, 'model axis', model)]:
+            ('--num_heads', num_heads, 'the model axis', model),
+            ('--feed_forward_dim', feed_forward_dim, 'the model axis', model),
+            ('the padding unit of the vocabulary', 128, 'the model axis', model)]:
         if size % parts:
             fits = sorted({str(max(parts, size // parts * parts)), str(-(-size // parts) * parts)})
-            sys.exit(f'{name}={size} does not divide by {by}={parts}: use {" or ".join(fits)}.')
+            sys.exit(f'{name}={size} is not divisible by {by}={parts}: use {" or ".join(fits)}.')
 
 def choose_accum_steps(batch_size, maxlen, mesh):
-    """Micro-batches a step; shapes and mesh alone decide, as a resumed run must repeat them."""
+    """Micro-batches a step. No timing decides, only shapes and mesh: a resume must repeat them."""
     # Tokens a device and micro-batch: on 2 CPU cores 8,192 took 1.2 times as long as 2,048.
     most = 2048 if mesh.devices.flat[0].platform == 'cpu' else 65536
     rows = batch_size // mesh.shape['batch']
@@ -360,7 +355,7 @@ def choose_accum_steps(batch_size, maxlen, mesh):
 
 # ---- Train step: logits (B, T, V) would be by far the largest array, so the loss makes them for a
 # chunk of tokens at a time, and finds its gradients in the same pass. ----------------------------
-CHUNK = 512   # tokens; from 128 to 2048 made no difference
+CHUNK = 512   # tokens, about; from 128 to 2048 made no difference
 def token_losses(x_BTD, w_VD, y_BT, vocab_size):
     """Softmax cross-entropy with logits x @ w.T: (losses, dx, dw), gradients of the losses' sum.
 
@@ -374,7 +369,7 @@ def token_losses(x_BTD, w_VD, y_BT, vocab_size):
         size = min(divisors, key=lambda c: abs(math.log(c / CHUNK)))   # the nearest
         first = jax.lax.axis_index('model') * rows
         real_V = first + jnp.arange(rows) < vocab_size
-        at_BT = jnp.where((y_BT >= first) & (y_BT < first + rows), y_BT - first, rows)   # or past w
+        at_BT = jnp.where((y_BT >= first) & (y_BT < first + rows), y_BT - first, rows)   # rows: out
         kernel_VD = w_VD.astype(x_BTD.dtype)
         def chunk(dw_VD, x_and_at):
             x_CD, at_C = x_and_at
@@ -389,6 +384,7 @@ def token_losses(x_BTD, w_VD, y_BT, vocab_size):
             dx_CD = jax.lax.psum((exp_CV @ kernel_VD) / sum_C[:, None] - target_CD, 'model')
             dw_VD += jnp.matmul(exp_CV.T, (x_CD / sum_C[:, None]).astype(x_CD.dtype), **FLOAT32)
             return dw_VD, (top_C + jnp.log(sum_C) - target_C, dx_CD.astype(x_CD.dtype))
+        # varying: from here on each device adds up a sum of its own; psum joins them at the end
         zeros = jax.lax.pcast(jnp.zeros(w_VD.shape), ('batch', 'model'), to='varying')
         chunks = x_BTD.reshape(-1, size, D), at_BT.reshape(-1, size)
         dw_VD, (losses, dx) = jax.lax.scan(chunk, zeros, chunks)
@@ -443,7 +439,7 @@ def train_step(model, optimizer, ids_BS, key, *, vocab_size, accum_steps, dropou
     micro_batches = jnp.arange(accum_steps), ids_BAS.swapaxes(0, 1)
     zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, whole)
     (loss, grads), _ = jax.lax.scan(add, zeros, micro_batches)
-    # Each device goes on with its part of the gradients, to update its part of the parameters.
+    # Each device goes on with its part of the gradients and updates its part of the parameters.
     grads = jax.tree.map(
         lambda g, p: jax.reshard(g / accum_steps, jax.typeof(p).sharding.spec), grads, model)
     optimizer.update(model, grads)
@@ -476,9 +472,9 @@ def say(text, end='\n', file=None):
 
 class Report:
     """Log lines, rows of metrics.csv and loss.png, for the steps that are logged or validated."""
-    def __init__(self, workdir, start, total, batch_tokens, schedule, floor, floor_name):
+    def __init__(self, workdir, start, total, batch_tokens, schedule, reference, reference_name):
         self.path, self.total, self.batch_tokens = workdir / 'metrics.csv', total, batch_tokens
-        self.schedule, self.floor, self.floor_name = schedule, floor, floor_name
+        self.schedule, self.reference, self.reference_name = schedule, reference, reference_name
         self.pending, self.last, self.paused = None, None, 0.0   # paused: seconds of validation
         import matplotlib.figure   # slow: done once, before the clock runs
         self.figure = matplotlib.figure.Figure(figsize=(8, 5))   # needs no display
@@ -507,7 +503,7 @@ class Report:
             self.last = (step, now) if timed else self.last
         if val_loss is not None:
             row['val_loss'] = val_loss
-            line += f' | val {val_loss:.4f} | {self.floor_name} {self.floor:.4f}'
+            line += f' | val {val_loss:.4f} | {self.reference_name} {self.reference:.4f}'
         say(line)
         if jax.process_index() == 0:
             with open(self.path, 'a') as file:
@@ -516,14 +512,14 @@ class Report:
                 self.plot()
 
     def plot(self):
-        """Draws loss.png: training and validation loss, and the floor to compare them with."""
+        """Draws loss.png: training and validation loss, and a reference to compare them with."""
         rows = np.atleast_1d(np.genfromtxt(self.path, delimiter=',', names=True))
         self.figure.clear()
         axes = self.figure.add_subplot(xlabel='step', ylabel='loss (nats a token)', yscale='log')
         axes.plot(rows['step'], rows['loss'], color='0.6', label='training')
         known = rows[~np.isnan(rows['val_loss'])]
         axes.plot(known['step'], known['val_loss'], 'ko--', label='validation')
-        axes.axhline(self.floor, color='black', linestyle=':', label=self.floor_name)
+        axes.axhline(self.reference, color='black', linestyle=':', label=self.reference_name)
         axes.legend()
         self.figure.savefig(self.path.with_name('loss.part.png'), dpi=120)
         os.replace(self.path.with_name('loss.part.png'), self.path.with_name('loss.png'))
@@ -633,8 +629,9 @@ def write(F, model, tokenizer, maxlen, num_samples=1):
 
 def sample(F):
     """--mode=sample: text to stdout. Model, settings and tokenizer come from the checkpoint."""
-    runs = sorted(glob.glob('runs/*/checkpoints'), key=os.path.getmtime)
-    run = pathlib.Path(F.workdir or os.path.dirname(runs[-1] if runs else 'runs/'))
+    mesh, saved = create_mesh(F.mesh), glob.glob('runs/*/checkpoints/*[0-9]')
+    newest = max(saved, key=os.path.getmtime, default='runs/checkpoints/none')
+    run = pathlib.Path(F.workdir or pathlib.Path(newest).parents[1])
     manager = open_checkpoints(run, read_only=True)
     step = manager.latest_step()
     if step is None:
@@ -642,7 +639,8 @@ def sample(F):
     config = restore(manager, step)
     say(f'{run}, step {step}', file=sys.stderr)
     tokenizer = load_tokenizer(config['fixed']['tokenizer'], config['words'])
-    create_mesh(F.mesh)
+    check_sizes(mesh, mesh.shape['batch'], 1, *(
+        config['model'][name] for name in ('embed_dim', 'num_heads', 'feed_forward_dim')))
     model = create_model(0, tokenizer.n_vocab, F.dtype, **config['model'])
     restore(manager, step, model=model)
     print('\n\n'.join(write(F, model, tokenizer, config['model']['maxlen'], F.num_samples)))
@@ -668,8 +666,6 @@ def plan_run(F):
 def train(F):
     """--mode=train: sets a run up, or goes on where it stopped."""
     data, name, maxlen, mesh, batch_size, workdir = plan_run(F)
-    if F.overwrite:
-        shutil.rmtree(workdir, ignore_errors=True)
     accum_steps = F.accum_steps or choose_accum_steps(batch_size, maxlen, mesh)
     stories = file_stories(data) if data else grammar_stories()
     words = common_words(stories) if name == 'words' else []
@@ -679,8 +675,10 @@ def train(F):
     training, held_out = split_windows(ids, maxlen, batch_size)
     total = F.max_steps or len(training) * F.num_epochs // batch_size
     settings = {flag: F[flag].value for flag in MODEL_FLAGS} | {'maxlen': maxlen}
-    fixed = dict(data=digest, tokenizer=name, batch_size=batch_size, seed=F.seed, **settings)
+    fixed = dict(tokenizer=name, data=digest, batch_size=batch_size, seed=F.seed, **settings)
     config = dict(fixed=fixed, model=settings, words=words, accum_steps=accum_steps)
+    if F.overwrite:   # only now that all is checked; Report cuts metrics.csv back
+        shutil.rmtree(workdir / 'checkpoints', ignore_errors=True)
     manager = open_checkpoints(workdir, F.keep)
     step = manager.latest_step() or 0
     for key, old in (restore(manager, step)['fixed'] if step else {}).items():
@@ -688,6 +686,8 @@ def train(F):
             sys.exit(f'{workdir} has {key}={old}, not {fixed[key]}: --workdir=NEW or --overwrite.')
     if step >= total:
         return say(f'{workdir} is finished at step {step}: raise --max_steps, or --overwrite it.')
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
     model = create_model(F.seed, tokenizer.n_vocab, F.dtype, **settings)
     optimizer, schedule = create_optimizer(
         model, F.learning_rate, F.warmup_steps, total, F.weight_decay, F.clip_norm)
@@ -696,8 +696,6 @@ def train(F):
     say(f'{sum(a.size for a in jax.tree.leaves(model)):,} parameters | {len(training):,} windows, '
         f'{len(held_out)} held out | steps {step} to {total} of {batch_size} x {maxlen} tokens in '
         f'{accum_steps} micro-batches\ncompiling')
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
     began, key = time.perf_counter(), jax.random.key(F.seed)
     batches = map(to_devices, training_batches(training, batch_size, F.seed, step, total))
     first = next(batches)
@@ -705,11 +703,11 @@ def train(F):
                                  accum_steps=accum_steps, dropout=F.dropout > 0).compile()
     say(f'compiled in {time.perf_counter() - began:.1f} s')
     batches, start = itertools.chain([first], batches), step
-    floor = (math.log(tokenizer.n_vocab), 'ln(vocabulary)') if data else (ENTROPY, 'entropy')
-    report = Report(workdir, step, total, batch_size * maxlen, schedule, *floor)
+    reference = (math.log(tokenizer.n_vocab), 'ln(vocabulary)') if data else (ENTROPY, 'entropy')
+    report = Report(workdir, step, total, batch_size * maxlen, schedule, *reference)
     due = lambda steps: steps and step % steps == 0
     while True:
-        done, val_loss = step == total or SIGNALS, None
+        done, val_loss = step == total or bool(SIGNALS), None
         if step == total or due(F.eval_every) and not SIGNALS:
             report.flush()
             jax.block_until_ready(model)
@@ -732,16 +730,19 @@ def train(F):
         step += 1
     report.flush()
     manager.close()
-    say(f'step {step}: checkpoint, metrics.csv and loss.png are in {workdir}'
-        + '; the same command goes on from there' * (0 < step < total))
+    say(f'step {step}: nothing to save' if step == 0 else f'step {step}: saved in {workdir}'
+        + '; the same command goes on from there' * (step < total))
     if SIGNALS:   # exit as a process does that the signal ended
         sys.exit(128 + SIGNALS[0])
 
 def main(argv):
     """Trains or samples, as --mode says."""
+    sys.stdout.reconfigure(errors='replace')   # an ASCII terminal shows what it can
     logging.set_verbosity(logging.ERROR)
     try:
         (sample if flags.FLAGS.mode == 'sample' else train)(flags.FLAGS)
+    except KeyboardInterrupt:
+        sys.exit(130)
     except OSError as error:
         sys.exit(f'{error.filename or "a file"}: {error.strerror or error}')
 

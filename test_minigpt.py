@@ -511,10 +511,10 @@ def test_meshes_that_do_not_fit_are_refused_in_one_line(text, devices, message):
     (['--data=nowhere.txt'], r'--data=nowhere.txt: no such file'),
     (['--tokenizer=gpt7'], r'--tokenizer=gpt7 is not one of bytes, words, gpt2'),
     (['--mesh=4,2', '--batch_size=145'], r'--batch_size=145 .*4: use 144 or 148'),
-    (['--mesh=1,8', '--num_heads=4'], r'--num_heads=4 does not divide by model axis=8: use 8'),
+    (['--mesh=1,8', '--num_heads=4'], r'--num_heads=4 is not divisible by the model axis=8: use 8'),
     (['--mesh=1,8', '--feed_forward_dim=20'], r'--feed_forward_dim=20 .*=8: use 16 or 24'),
     (['--mesh=1,3', '--num_heads=3', '--embed_dim=33', '--feed_forward_dim=33'], r'vocabulary.*=128 .*=3'),
-    (['--num_heads=5'], r'--embed_dim=32 does not divide by --num_heads=5: use 30 or 35'),
+    (['--num_heads=5'], r'--embed_dim=32 is not divisible by --num_heads=5: use 30 or 35'),
     (['--maxlen=1'], r'maxlen=1'),
     (['--batch_size=100000'], r'windows of 16 to train on, fewer than a batch of 100000'),
     (['--prompt=Once upon a time there', '--tokenizer=bytes'], r'--prompt: 22 tokens; --maxlen=16 has room for 14'),
@@ -525,6 +525,18 @@ def test_bad_input_ends_in_one_line_before_anything_compiles(arguments, message,
         flags = parse(*TINY, f'--workdir={tmp_path / "run"}', '--prompt=One', *arguments)
         minigpt.main([])
     assert '\n' not in str(error.value)
+
+
+def test_overwrite_deletes_nothing_before_all_is_checked_and_then_only_the_run(tmp_path):
+    path = write_text(tmp_path / 'text.txt')
+    arguments = [f'--data={path}', '--batch_size=8', '--max_steps=2', '--mesh=1,1', '--overwrite']
+    train(tmp_path, *arguments)
+    with pytest.raises(SystemExit, match='--prompt: 200 tokens'):
+        train(tmp_path, *arguments, '--prompt=' + 'x' * 200)
+    assert (tmp_path / 'checkpoints' / '2').is_dir() and path.exists()
+    rows = train(tmp_path, *arguments, '--seed=1', '--max_steps=3')
+    assert path.exists() and [row['step'] for row in rows] == ['0', '3']
+    assert [folder.name for folder in (tmp_path / 'checkpoints').iterdir()] == ['3']
 
 
 def test_bytes_that_are_not_utf8_are_named(tmp_path):
