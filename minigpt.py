@@ -71,7 +71,6 @@ flags.DEFINE_float('temperature', 1.0, '0: always the likeliest token', 0)
 RESIDUAL = P('batch', None, None)
 FLOAT32 = dict(preferred_element_type=jnp.float32)   # products add up in it, under bfloat16 too
 normal = nnx.initializers.normal(0.02)
-
 def split(shape, *axes):
     """Metadata that shards a parameter over mesh axes, each where it divides the dimension."""
     mesh = jax.sharding.get_abstract_mesh().shape
@@ -336,11 +335,11 @@ def check_sizes(mesh, batch_size, accum_steps, embed_dim, num_heads, feed_forwar
     """Exits unless every size divides by what splits it."""
     batch, model = mesh.devices.shape
     for name, size, by, parts in [
-            ('--batch_size', batch_size, 'the batch axis x --accum_steps', batch * max(1, accum_steps)),
+            ('--batch_size', batch_size, 'batch axis x --accum_steps', batch * max(1, accum_steps)),
             ('--embed_dim', embed_dim, '--num_heads', num_heads),
-            ('--num_heads', num_heads, 'the model axis', model),
-            ('--feed_forward_dim', feed_forward_dim, 'the model axis', model),
-            ('the padding unit of the vocabulary', 128, 'the model axis', model)]:
+            ('--num_heads', num_heads, 'model axis', model),
+            ('--feed_forward_dim', feed_forward_dim, 'model axis', model),
+            ('the padding unit of the vocabulary', 128, 'model axis', model)]:
         if size % parts:
             fits = sorted({str(max(parts, size // parts * parts)), str(-(-size // parts) * parts)})
             sys.exit(f'{name}={size} is not divisible by {by}={parts}: use {" or ".join(fits)}.')
@@ -551,7 +550,8 @@ def generate_tokens(model, ids_BT, start, stop, key, temperature, *, vocab_size,
         return index + 1, x_B1D[:, 0], ids_BT, caches, ended_B1 | (token_B1 == end)
     x_BTD, caches = model(ids_BT)
     x_BD = jax.lax.dynamic_index_in_dim(x_BTD, start - 1, axis=1, keepdims=False)
-    carry = start, x_BD, ids_BT, caches, jnp.zeros_like(ids_BT[:, :1], bool)
+    ended_B1 = jnp.zeros((len(ids_BT), 1), bool, out_sharding=P('batch', None))
+    carry = start, x_BD, ids_BT, caches, ended_B1
     goes_on = lambda carry: (carry[0] < stop) & ~carry[-1].all()
     return jax.reshard(jax.lax.while_loop(goes_on, write_token, carry)[2], P())
 

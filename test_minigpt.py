@@ -511,7 +511,7 @@ def test_meshes_that_do_not_fit_are_refused_in_one_line(text, devices, message):
     (['--data=nowhere.txt'], r'--data=nowhere.txt: no such file'),
     (['--tokenizer=gpt7'], r'--tokenizer=gpt7 is not one of bytes, words, gpt2'),
     (['--mesh=4,2', '--batch_size=145'], r'--batch_size=145 .*4: use 144 or 148'),
-    (['--mesh=1,8', '--num_heads=4'], r'--num_heads=4 is not divisible by the model axis=8: use 8'),
+    (['--mesh=1,8', '--num_heads=4'], r'--num_heads=4 is not divisible by model axis=8: use 8'),
     (['--mesh=1,8', '--feed_forward_dim=20'], r'--feed_forward_dim=20 .*=8: use 16 or 24'),
     (['--mesh=1,3', '--num_heads=3', '--embed_dim=33', '--feed_forward_dim=33'], r'vocabulary.*=128 .*=3'),
     (['--num_heads=5'], r'--embed_dim=32 is not divisible by --num_heads=5: use 30 or 35'),
