@@ -5,7 +5,6 @@
 Eight devices are simulated on the CPU and the models are tiny; no network is used.
 """
 import csv
-import json
 import math
 import os
 import pathlib
@@ -22,7 +21,6 @@ import jax
 
 jax.config.update('jax_num_cpu_devices', 8)
 
-from flax import nnx
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
@@ -145,7 +143,7 @@ def test_a_later_token_changes_nothing_before_it_and_an_earlier_one_does():
 
 def test_parameters_are_float32_and_split_over_the_whole_mesh():
     model = tiny_model('4,2')
-    assert dict(minigpt.jax.sharding.get_mesh().shape) == {'batch': 4, 'model': 2}
+    assert dict(jax.sharding.get_mesh().shape) == {'batch': 4, 'model': 2}
     part = lambda a: a[...].addressable_shards[0].data.shape
     assert part(model.output_layer) == (384 // 2, 32 // 4)
     assert part(model.embedding_layer.token_emb) == (384 // 4, 32 // 2)
@@ -522,7 +520,7 @@ def test_meshes_that_do_not_fit_are_refused_in_one_line(text, devices, message):
 def test_bad_input_ends_in_one_line_before_anything_compiles(arguments, message, tmp_path, monkeypatch):
     monkeypatch.setattr(minigpt, 'create_model', lambda *_, **__: pytest.fail('it went on'))
     with pytest.raises(SystemExit, match=message) as error:
-        flags = parse(*TINY, f'--workdir={tmp_path / "run"}', '--prompt=One', *arguments)
+        parse(*TINY, f'--workdir={tmp_path / "run"}', '--prompt=One', *arguments)
         minigpt.main([])
     assert '\n' not in str(error.value)
 
