@@ -24,6 +24,10 @@ It has no mixture of experts, no reinforcement learning and no server.
 """
 import collections, contextlib, functools, glob, hashlib, itertools, json, math, os
 import pathlib, random, re, shutil, signal, sys, time
+if __name__ == '__main__' and sys.platform == 'linux' and 'GLIBC_TUNABLES' not in os.environ:
+    # Large pages for large arrays: a CPU's step took 0.88 of the time. A process begins with them.
+    os.environ['GLIBC_TUNABLES'] = 'glibc.malloc.hugetlb=1'
+    os.execv(sys.executable, sys.orig_argv)
 import grain, jax, optax, tiktoken
 import jax.numpy as jnp, numpy as np, orbax.checkpoint as ocp
 from absl import app, flags, logging
@@ -60,6 +64,7 @@ flags.DEFINE_integer('log_every', 10, 'steps between log lines', 1)
 flags.DEFINE_integer('eval_every', 200, 'steps between validations with a story; 0: at the end', 0)
 flags.DEFINE_integer('checkpoint_every', 200, 'steps between checkpoints; 0: at the end', 0)
 flags.DEFINE_integer('profile_steps', 0, 'steps to trace, after 5 steps of warm-up', 0)
+SAMPLE_FLAGS = 'prompt', 'max_new_tokens', 'top_k', 'temperature', 'seed'
 flags.DEFINE_string('prompt', 'Once upon a time', 'beginning of the text')
 flags.DEFINE_integer('num_samples', 1, 'texts to write', 1)
 flags.DEFINE_integer('max_new_tokens', 0, 'tokens to write; 0: to end-of-text or maxlen in all', 0)
@@ -68,18 +73,16 @@ flags.DEFINE_float('temperature', 1.0, '0: always the likeliest token', 0)
 
 # ---- Model: pre-LN GPT. Kernels are split over `model` by column, then by row, so that attention
 # and MLP need one all-reduce each; over `batch` they are split for storage alone (FSDP). ---------
-RESIDUAL = P('batch', None, None)
 FLOAT32 = dict(preferred_element_type=jnp.float32)   # products add up in it, under bfloat16 too
-normal = nnx.initializers.normal(0.02)
-def split(shape, *axes):
-    """Metadata that shards a parameter over mesh axes, each where it divides the dimension."""
+def weight(rngs, shape, *axes):
+    """A parameter drawn from normal(0, 0.02), split over mesh axes where they divide it evenly."""
     mesh = jax.sharding.get_abstract_mesh().shape
-    spec = (axis if axis and n % mesh[axis] == 0 else None for n, axis in zip(shape, axes))
-    return {'out_sharding': tuple(spec)}
+    axes = tuple(axis if axis and n % mesh[axis] == 0 else None for n, axis in zip(shape, axes))
+    return nnx.Param(0.02 * jax.random.normal(rngs.params(), shape), out_sharding=axes)
 
-def table(rngs, rows, columns, *axes):
-    """A parameter of `rows` vectors: embeddings, or the output layer."""
-    return nnx.Param(normal(rngs.params(), (rows, columns)), **split((rows, columns), *axes))
+def project(equation, x, w, *axes):
+    """einsum of x and a weight; axes: how dimensions from the third on of the result are split."""
+    return jnp.einsum(equation, x, w[...].astype(x.dtype), out_sharding=P('batch', None, *axes))
 
 def attention(q_BTNH, k_BSNH, v_BSNH, index=0):
     """Causal attention, (B, T, N, H), of queries at positions index... to keys at positions 0..."""
@@ -89,23 +92,19 @@ def attention(q_BTNH, k_BSNH, v_BSNH, index=0):
     scores_BNTS = jnp.where(visible_TS, scores_BNTS, -jnp.inf)
     # Dividing by the sum at the end saves passes: 3/4 of the step of jax.nn.dot_product_attention.
     exp_BNTS = jnp.exp(scores_BNTS - jax.lax.stop_gradient(scores_BNTS.max(-1, keepdims=True)))
-    out_BTNH = jnp.einsum('bnts,bsnh->btnh', exp_BNTS.astype(v_BSNH.dtype), v_BSNH, **FLOAT32)
-    return (out_BTNH / exp_BNTS.sum(-1).swapaxes(1, 2)[..., None]).astype(v_BSNH.dtype)
+    out_BNTH = jnp.einsum('bnts,bsnh->bnth', exp_BNTS.astype(v_BSNH.dtype), v_BSNH, **FLOAT32)
+    return (out_BNTH / exp_BNTS.sum(-1, keepdims=True)).swapaxes(1, 2).astype(v_BSNH.dtype)
 
 class TransformerBlock(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
     def __init__(self, embed_dim, num_heads, feed_forward_dim, dropout, dtype, rngs):
         D, N, H, F = embed_dim, num_heads, embed_dim // num_heads, feed_forward_dim
-        def linear(inputs, outputs, *axes):   # axes: what splits each dimension of the kernel
-            return nnx.LinearGeneral(
-                inputs, outputs, axis=tuple(range(-len(inputs), 0)), use_bias=False, dtype=dtype,
-                kernel_init=normal, kernel_metadata=split(inputs + outputs, *axes), rngs=rngs)
         self.norm1 = nnx.LayerNorm(D, dtype=dtype, rngs=rngs)
-        self.qkv = linear((D,), (3, N, H), 'batch', None, 'model', None)
-        self.out = linear((N, H), (D,), 'model', None, 'batch')
+        self.qkv = weight(rngs, (D, 3, N, H), 'batch', None, 'model')
+        self.out = weight(rngs, (N, H, D), 'model', None, 'batch')
         self.norm2 = nnx.LayerNorm(D, dtype=dtype, rngs=rngs)
-        self.up = linear((D,), (F,), 'batch', 'model')
-        self.down = linear((F,), (D,), 'model', 'batch')
+        self.up = weight(rngs, (D, F), 'batch', 'model')
+        self.down = weight(rngs, (F, D), 'model', 'batch')
         self.dropout = nnx.Dropout(dropout)
 
     def __call__(self, x_BTD, cache=None, index=0, rngs=None):
@@ -114,25 +113,25 @@ class TransformerBlock(nnx.Module):
         Given a cache of those, x_BTD stands at positions index, index+1, ...; rngs turn dropout on.
         """
         drop = functools.partial(self.dropout, deterministic=rngs is None, rngs=rngs)
-        qkv = self.qkv(self.norm1(x_BTD), out_sharding=P('batch', None, None, 'model', None))
-        q_BTNH, k_BSNH, v_BSNH = (qkv[:, :, i] for i in range(3))
+        qkv = project('btd,dinh->btinh', self.norm1(x_BTD), self.qkv, None, 'model')
+        q_BTNH, k_BSNH, v_BSNH = jnp.unstack(qkv, axis=2)
         if cache is not None:
             k_BSNH, v_BSNH = (jax.lax.dynamic_update_slice_in_dim(old, new, index, axis=1)
                               for old, new in zip(cache, (k_BSNH, v_BSNH)))
         out_BTNH = attention(q_BTNH, k_BSNH, v_BSNH, index)
-        x_BTD += drop(self.out(out_BTNH, out_sharding=RESIDUAL))
-        up_BTF = nnx.relu(self.up(self.norm2(x_BTD), out_sharding=P('batch', None, 'model')))
-        return x_BTD + drop(self.down(up_BTF, out_sharding=RESIDUAL)), (k_BSNH, v_BSNH)
+        x_BTD += drop(project('btnh,nhd->btd', out_BTNH, self.out))
+        up_BTF = nnx.relu(project('btd,df->btf', self.norm2(x_BTD), self.up, 'model'))
+        return x_BTD + drop(project('btf,fd->btd', up_BTF, self.down)), (k_BSNH, v_BSNH)
 
 class TokenAndPositionEmbedding(nnx.Module):
     """The sum of a learned vector for each token and one for each position."""
     def __init__(self, maxlen, vocab_size, embed_dim, dtype, rngs):
-        self.token_emb = table(rngs, vocab_size, embed_dim, 'batch', 'model')
-        self.pos_emb = table(rngs, maxlen, embed_dim, None, 'batch')
+        self.token_emb = weight(rngs, (vocab_size, embed_dim), 'batch', 'model')
+        self.pos_emb = weight(rngs, (maxlen, embed_dim), None, 'batch')
         self.dtype = dtype
 
     def __call__(self, ids_BT, index=0):
-        token_BTD = self.token_emb[...].at[ids_BT].get(out_sharding=RESIDUAL)
+        token_BTD = self.token_emb[...].at[ids_BT].get(out_sharding=P('batch', None, None))
         pos_TD = jax.lax.dynamic_slice_in_dim(self.pos_emb[...], index, ids_BT.shape[1])
         return (token_BTD + pos_TD).astype(self.dtype)
 
@@ -143,7 +142,7 @@ class MiniGPT(nnx.Module):
         self.transformer_blocks = nnx.List(TransformerBlock(
             embed_dim, dtype=dtype, rngs=rngs, **block) for _ in range(num_transformer_blocks))
         self.norm = nnx.LayerNorm(embed_dim, dtype=dtype, rngs=rngs)
-        self.output_layer = table(rngs, vocab_size, embed_dim, 'model', 'batch')
+        self.output_layer = weight(rngs, (vocab_size, embed_dim), 'model', 'batch')
 
     def __call__(self, ids_BT, caches=None, index=0, rngs=None):
         """Returns x_BTD, to be multiplied by output_layer (V, D), and the blocks' caches."""
@@ -157,17 +156,15 @@ def create_model(seed, vocab_size, dtype, **settings):
     """MiniGPT of --dtype, its vocabulary padded; each parameter is made sharded, never whole."""
     if dtype == 'auto':
         dtype = 'float32' if jax.devices()[0].platform == 'cpu' else 'bfloat16'
-    padded = -(-vocab_size // 128) * 128   # GPT-2's 50257 is odd: no `model` axis could split it
-    settings |= dict(vocab_size=padded, dtype=jnp.dtype(dtype))
-    return jax.jit(lambda: MiniGPT(**settings, rngs=nnx.Rngs(seed)))()
+    rows = -(-vocab_size // 128) * 128   # GPT-2's 50257 is odd: no `model` axis could split it
+    return jax.jit(lambda: MiniGPT(rows, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(seed), **settings))()
 
 def gather(model):
     """The model with each parameter whole over `batch`, as the forward pass needs it (FSDP)."""
     spec = lambda a: P(*(None if n == 'batch' else n for n in jax.typeof(a).sharding.spec))
     return jax.tree.map(lambda a: jax.reshard(a, spec(a)), model)
 
-# ---- Data: a text becomes one stream of token ids in a memory-mapped file, cut into windows: no
-# slot is padding, and a text of any size needs little memory. ------------------------------------
+# ---- Data: one stream of token ids in a memory-mapped file, cut into windows; nothing is padded --
 END = '<|endoftext|>'
 WORDS = r' ?[^\W\d_]+| ?[^\s\w]|\s|\d|_'   # a word with the space before it, or one character
 BLOCK, HEADER = 1 << 22, 512               # characters read at a time; bytes before the ids
@@ -331,7 +328,7 @@ def create_mesh(text):
     jax.set_mesh(mesh)
     return mesh
 
-def check_sizes(mesh, batch_size, accum_steps, embed_dim, num_heads, feed_forward_dim):
+def check_sizes(mesh, batch_size, accum_steps, embed_dim, num_heads, feed_forward_dim, **_):
     """Exits unless every size divides by what splits it."""
     batch, model = mesh.devices.shape
     for name, size, by, parts in [
@@ -364,8 +361,8 @@ def token_losses(x_BTD, w_VD, y_BT, vocab_size):
     """
     def local(x_BTD, w_VD, y_BT):
         (rows, D), n = w_VD.shape, y_BT.size
-        divisors = [c for c in range(1, n + 1) if n % c == 0]
-        size = min(divisors, key=lambda c: abs(math.log(c / CHUNK)))   # the nearest
+        sizes = (c for c in range(1, n + 1) if n % c == 0)
+        size = min(sizes, key=lambda c: abs(math.log(c / CHUNK)))   # the nearest
         first = jax.lax.axis_index('model') * rows
         real_V = first + jnp.arange(rows) < vocab_size
         at_BT = jnp.where((y_BT >= first) & (y_BT < first + rows), y_BT - first, rows)   # rows: out
@@ -389,7 +386,7 @@ def token_losses(x_BTD, w_VD, y_BT, vocab_size):
         dw_VD, (losses, dx) = jax.lax.scan(chunk, zeros, chunks)
         dw_VD = dw_VD.at[at_BT].add(-x_BTD.astype(jnp.float32), mode='drop')
         return losses.reshape(y_BT.shape), dx.reshape(x_BTD.shape), jax.lax.psum(dw_VD, 'batch')
-    x, w, y = RESIDUAL, P('model', None), P('batch', None)
+    x, w, y = P('batch', None, None), P('model', None), P('batch', None)
     return jax.shard_map(local, in_specs=(x, w, y), out_specs=(y, x, w))(x_BTD, w_VD, y_BT)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -562,7 +559,7 @@ def encode_prompt(tokenizer, prompt, maxlen):
         sys.exit(f'--prompt: {len(ids) - 1} tokens; --maxlen={maxlen} has room for {maxlen - 2}.')
     return ids
 
-def generate_text(model, tokenizer, prompt, maxlen, num_samples, max_new_tokens, top_k,
+def generate_text(model, tokenizer, maxlen, num_samples, prompt, max_new_tokens, top_k,
                   temperature, seed):
     """Texts from the prompt up to end-of-text or the limit; the same seed gives the same texts."""
     prompt_ids, end = encode_prompt(tokenizer, prompt, maxlen), tokenizer.eot_token
@@ -579,8 +576,7 @@ def generate_text(model, tokenizer, prompt, maxlen, num_samples, max_new_tokens,
         texts.append(tokenizer.decode_bytes(ids).decode(errors='replace').rstrip('\ufffd'))
     return texts   # without half a character at the cut, which the rstrip took
 
-# ---- Checkpoint: parameters, optimizer state (its step included) and configuration. Order of the
-# data and random keys follow from seed and step, so there is no other state to lose. -------------
+# ---- Checkpoint: model, optimizer, configuration; data order and keys follow from seed and step --
 def open_checkpoints(workdir, keep=1, read_only=False):
     """Orbax manager that saves in the background and keeps the newest checkpoints."""
     options = ocp.CheckpointManagerOptions(
@@ -622,11 +618,6 @@ def parse_flags(argv):
         sys.exit(f'Stray argument {rest[1]!r}: flags begin with --, as in --mesh=4,2.')
     return rest
 
-def write(F, model, tokenizer, maxlen, num_samples=1):
-    """generate_text as the flags say."""
-    return generate_text(model, tokenizer, F.prompt, maxlen, num_samples, F.max_new_tokens, F.top_k,
-                         F.temperature, F.seed)
-
 def sample(F):
     """--mode=sample: text to stdout. Model, settings and tokenizer come from the checkpoint."""
     mesh, saved = create_mesh(F.mesh), glob.glob('runs/*/checkpoints/*[0-9]')
@@ -637,13 +628,14 @@ def sample(F):
     if step is None:
         sys.exit(f'{run} has no checkpoint to sample from: train first, or name another --workdir.')
     config = restore(manager, step)
+    sizes = config['model']
     say(f'{run}, step {step}', file=sys.stderr)
     tokenizer = load_tokenizer(config['fixed']['tokenizer'], config['words'])
-    check_sizes(mesh, mesh.shape['batch'], 1, *(
-        config['model'][name] for name in ('embed_dim', 'num_heads', 'feed_forward_dim')))
-    model = create_model(0, tokenizer.n_vocab, F.dtype, **config['model'])
+    check_sizes(mesh, mesh.shape['batch'], 1, **sizes)
+    model = create_model(0, tokenizer.n_vocab, F.dtype, **sizes)
     restore(manager, step, model=model)
-    print('\n\n'.join(write(F, model, tokenizer, config['model']['maxlen'], F.num_samples)))
+    options = {flag: F[flag].value for flag in SAMPLE_FLAGS}
+    print(*generate_text(model, tokenizer, sizes['maxlen'], F.num_samples, **options), sep='\n\n')
 
 def plan_run(F):
     """What the flags leave open: (data, tokenizer's name, maxlen, mesh, batch_size, workdir)."""
@@ -675,6 +667,7 @@ def train(F):
     training, held_out = split_windows(ids, maxlen, batch_size)
     total = F.max_steps or len(training) * F.num_epochs // batch_size
     settings = {flag: F[flag].value for flag in MODEL_FLAGS} | {'maxlen': maxlen}
+    options = {flag: F[flag].value for flag in SAMPLE_FLAGS}
     fixed = dict(tokenizer=name, data=digest, batch_size=batch_size, seed=F.seed, **settings)
     config = dict(fixed=fixed, model=settings, words=words, accum_steps=accum_steps)
     if F.overwrite:   # only now that all is checked; Report cuts metrics.csv back
@@ -698,14 +691,17 @@ def train(F):
         f'{accum_steps} micro-batches\ncompiling')
     began, key = time.perf_counter(), jax.random.key(F.seed)
     batches = map(to_devices, training_batches(training, batch_size, F.seed, step, total))
-    first = next(batches)
-    next_step = train_step.lower(model, optimizer, first, key, vocab_size=tokenizer.n_vocab,
-                                 accum_steps=accum_steps, dropout=F.dropout > 0).compile()
-    say(f'compiled in {time.perf_counter() - began:.1f} s')
-    batches, start = itertools.chain([first], batches), step
+    next_step = train_step.lower(
+        model, optimizer, to_devices(np.zeros((batch_size, maxlen + 1), np.int32)), key,
+        vocab_size=tokenizer.n_vocab, accum_steps=accum_steps, dropout=F.dropout > 0).compile()
+    memory = next_step.memory_analysis()
+    state, more = memory.argument_size_in_bytes / 1e6, memory.temp_size_in_bytes / 1e6
+    say(f'compiled in {time.perf_counter() - began:.1f} s | each device holds {state:.1f} MB of '
+        f'parameters and optimizer state, and a step needs {more:.0f} MB more')
     reference = (math.log(tokenizer.n_vocab), 'ln(vocabulary)') if data else (ENTROPY, 'entropy')
     report = Report(workdir, step, total, batch_size * maxlen, schedule, *reference)
     due = lambda steps: steps and step % steps == 0
+    start, waited, clock = step, 0.0, time.perf_counter()
     while True:
         done, val_loss = step == total or bool(SIGNALS), None
         if step == total or due(F.eval_every) and not SIGNALS:
@@ -713,7 +709,7 @@ def train(F):
             jax.block_until_ready(model)
             began = time.perf_counter()
             val_loss = evaluate(model, held_out, batch_size // accum_steps, tokenizer.n_vocab)
-            text, = write(F, model, tokenizer, maxlen)
+            text, = generate_text(model, tokenizer, maxlen, 1, **options)
             say(f'\n--- step {step}, validation loss {val_loss:.4f} ---\n{text}\n')
             report.paused += time.perf_counter() - began
         if done or due(F.checkpoint_every):
@@ -723,15 +719,19 @@ def train(F):
             report.pending = (step, {}, val_loss) if step == total else None
             break
         trace(step - start, F.profile_steps, str(workdir / 'profile'), model)
-        model, optimizer, metrics = next_step(model, optimizer, next(batches), key)
+        began = time.perf_counter()
+        batch = next(batches)
+        waited += time.perf_counter() - began
+        model, optimizer, metrics = next_step(model, optimizer, batch, key)
         report.flush(timed=True)
         if due(F.log_every) or val_loss is not None:
             report.pending = step, metrics, val_loss
         step += 1
     report.flush()
+    share = waited / (time.perf_counter() - clock - report.paused)
     manager.close()
     say(f'step {step}: nothing to save' if step == 0 else f'step {step}: saved in {workdir}'
-        + '; the same command goes on from there' * (step < total))
+        + '; the same command goes on from there' * (step < total) + f' | {share:.2%} input wait')
     if SIGNALS:   # exit as a process does that the signal ended
         sys.exit(128 + SIGNALS[0])
 

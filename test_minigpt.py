@@ -109,14 +109,14 @@ def numpy_forward(model, ids_T):
     x = get(model.embedding_layer.token_emb)[ids_T] + get(model.embedding_layer.pos_emb)[:T]
     for block in model.transformer_blocks:
         h = norm(block.norm1, x)
-        qkv, out = get(block.qkv.kernel), get(block.out.kernel)
+        qkv, out = get(block.qkv), get(block.out)
         for head in range(qkv.shape[2]):
             q, k, v = (h @ qkv[:, i, head] for i in range(3))
             for t in range(T):
                 scores = np.array([q[t] @ k[s] for s in range(t + 1)]) / math.sqrt(q.shape[1])
                 weights = np.exp(scores) / np.exp(scores).sum()
                 x[t] += (weights @ v[:t + 1]) @ out[head]
-        x = x + np.maximum(norm(block.norm2, x) @ get(block.up.kernel), 0) @ get(block.down.kernel)
+        x = x + np.maximum(norm(block.norm2, x) @ get(block.up), 0) @ get(block.down)
     return norm(model.norm, x)
 
 
@@ -148,8 +148,8 @@ def test_parameters_are_float32_and_split_over_the_whole_mesh():
     assert part(model.output_layer) == (384 // 2, 32 // 4)
     assert part(model.embedding_layer.token_emb) == (384 // 4, 32 // 2)
     block = model.transformer_blocks[0]
-    assert part(block.qkv.kernel) == (32 // 4, 3, 8 // 2, 4) and part(block.out.kernel) == (8 // 2, 4, 32 // 4)
-    assert part(block.up.kernel) == (32 // 4, 32 // 2) and part(block.down.kernel) == (32 // 2, 32 // 4)
+    assert part(block.qkv) == (32 // 4, 3, 8 // 2, 4) and part(block.out) == (8 // 2, 4, 32 // 4)
+    assert part(block.up) == (32 // 4, 32 // 2) and part(block.down) == (32 // 2, 32 // 4)
     optimizer, _ = minigpt.create_optimizer(model, 1e-3, 0, 9, 0.1, 1.0)
     whole = sum(a.size for a in jax.tree.leaves(model))
     held = sum(a.addressable_shards[0].data.size for a in jax.tree.leaves((model, optimizer)))
@@ -277,8 +277,8 @@ def counting_model(tokenizer, mesh='1,1', sharpness=8.0, **changes):
     vectors = np.random.default_rng(0).choice([-1.0, 1.0], model.output_layer.shape).astype(np.float32)
     put = lambda old, new: jax.device_put(jnp.asarray(new, jnp.float32), old[...].sharding)
     for block in model.transformer_blocks:
-        block.out.kernel[...] = put(block.out.kernel, np.zeros(block.out.kernel.shape))
-        block.down.kernel[...] = put(block.down.kernel, np.zeros(block.down.kernel.shape))
+        block.out[...] = put(block.out, np.zeros(block.out.shape))
+        block.down[...] = put(block.down, np.zeros(block.down.shape))
     embedding = model.embedding_layer
     embedding.token_emb[...] = put(embedding.token_emb, vectors)
     embedding.pos_emb[...] = put(embedding.pos_emb, np.zeros(embedding.pos_emb.shape))
@@ -290,7 +290,7 @@ def counting_model(tokenizer, mesh='1,1', sharpness=8.0, **changes):
 
 def write(model, tokenizer, prompt='', **changes):
     options = dict(num_samples=1, max_new_tokens=0, top_k=10, temperature=1.0, seed=0) | changes
-    return minigpt.generate_text(model, tokenizer, prompt, SIZES['maxlen'], **options)
+    return minigpt.generate_text(model, tokenizer, SIZES['maxlen'], prompt=prompt, **options)
 
 
 @pytest.mark.parametrize('mesh', ['1,1', '4,2', '1,8'])
