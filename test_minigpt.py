@@ -601,6 +601,7 @@ def test_the_script_trains_samples_and_compiles_its_step_once(tmp_path):
     assert (workdir / 'loss.png').read_bytes().startswith(b'\x89PNG')
     assert float(rows[-1]['val_loss']) > minigpt.ENTROPY - 0.005
     assert 'simulated' in run.stdout and 'entropy' in run.stdout
+    assert 'each device holds' in run.stdout and 'input wait' in run.stdout
     sample = cli('--mode=sample', '--prompt=One day', '--num_samples=2', cwd=tmp_path)
     assert sample.returncode == 0, sample.stderr
     assert sample.stdout.count('One day') == 2 and 'runs' not in sample.stdout
