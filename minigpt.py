@@ -24,10 +24,6 @@ It has no mixture of experts, no reinforcement learning and no server.
 """
 import collections, contextlib, functools, glob, hashlib, itertools, json, math, os
 import pathlib, random, re, shutil, signal, sys, time
-if __name__ == '__main__' and sys.platform == 'linux' and 'GLIBC_TUNABLES' not in os.environ:
-    # Large pages for large arrays: a CPU's step took 0.88 of the time. A process begins with them.
-    os.environ['GLIBC_TUNABLES'] = 'glibc.malloc.hugetlb=1'
-    os.execv(sys.executable, sys.orig_argv)
 import grain, jax, optax, tiktoken
 import jax.numpy as jnp, numpy as np, orbax.checkpoint as ocp
 from absl import app, flags, logging
@@ -84,16 +80,16 @@ def project(equation, x, w, *axes):
     """einsum of x and a weight; axes: how dimensions from the third on of the result are split."""
     return jnp.einsum(equation, x, w[...].astype(x.dtype), out_sharding=P('batch', None, *axes))
 
-def attention(q_BTNH, k_BSNH, v_BSNH, index=0):
-    """Causal attention, (B, T, N, H), of queries at positions index... to keys at positions 0..."""
-    q_BTNH *= q_BTNH.shape[-1] ** -0.5
-    scores_BNTS = jnp.einsum('btnh,bsnh->bnts', q_BTNH, k_BSNH, **FLOAT32)
-    visible_TS = jnp.arange(k_BSNH.shape[1]) <= index + jnp.arange(q_BTNH.shape[1])[:, None]
+def attention(q_BNTH, k_BNSH, v_BNSH, index=0):
+    """Causal attention, (B, N, T, H), of queries at positions index... to keys at positions 0..."""
+    q_BNTH *= q_BNTH.shape[-1] ** -0.5
+    scores_BNTS = jnp.einsum('bnth,bnsh->bnts', q_BNTH, k_BNSH, **FLOAT32)
+    visible_TS = jnp.arange(k_BNSH.shape[2]) <= index + jnp.arange(q_BNTH.shape[2])[:, None]
     scores_BNTS = jnp.where(visible_TS, scores_BNTS, -jnp.inf)
     # Dividing by the sum at the end saves passes: 3/4 of the step of jax.nn.dot_product_attention.
     exp_BNTS = jnp.exp(scores_BNTS - jax.lax.stop_gradient(scores_BNTS.max(-1, keepdims=True)))
-    out_BNTH = jnp.einsum('bnts,bsnh->bnth', exp_BNTS.astype(v_BSNH.dtype), v_BSNH, **FLOAT32)
-    return (out_BNTH / exp_BNTS.sum(-1, keepdims=True)).swapaxes(1, 2).astype(v_BSNH.dtype)
+    out_BNTH = jnp.einsum('bnts,bnsh->bnth', exp_BNTS.astype(v_BNSH.dtype), v_BNSH, **FLOAT32)
+    return (out_BNTH / exp_BNTS.sum(-1, keepdims=True)).astype(v_BNSH.dtype)
 
 class TransformerBlock(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
@@ -108,20 +104,20 @@ class TransformerBlock(nnx.Module):
         self.dropout = nnx.Dropout(dropout)
 
     def __call__(self, x_BTD, cache=None, index=0, rngs=None):
-        """Returns the new x_BTD and the block's (keys, values), each (B, S, N, H).
+        """Returns the new x_BTD and the block's (keys, values), each (B, N, S, H).
 
         Given a cache of those, x_BTD stands at positions index, index+1, ...; rngs turn dropout on.
         """
         drop = functools.partial(self.dropout, deterministic=rngs is None, rngs=rngs)
         qkv = project('btd,dinh->btinh', self.norm1(x_BTD), self.qkv, None, 'model')
-        q_BTNH, k_BSNH, v_BSNH = jnp.unstack(qkv, axis=2)
+        q_BNTH, k_BNSH, v_BNSH = jnp.unstack(qkv.swapaxes(1, 3), axis=2)
         if cache is not None:
-            k_BSNH, v_BSNH = (jax.lax.dynamic_update_slice_in_dim(old, new, index, axis=1)
-                              for old, new in zip(cache, (k_BSNH, v_BSNH)))
-        out_BTNH = attention(q_BTNH, k_BSNH, v_BSNH, index)
-        x_BTD += drop(project('btnh,nhd->btd', out_BTNH, self.out))
+            k_BNSH, v_BNSH = (jax.lax.dynamic_update_slice_in_dim(old, new, index, axis=2)
+                              for old, new in zip(cache, (k_BNSH, v_BNSH)))
+        out_BNTH = attention(q_BNTH, k_BNSH, v_BNSH, index)
+        x_BTD += drop(project('bnth,nhd->btd', out_BNTH, self.out))
         up_BTF = nnx.relu(project('btd,df->btf', self.norm2(x_BTD), self.up, 'model'))
-        return x_BTD + drop(project('btf,fd->btd', up_BTF, self.down)), (k_BSNH, v_BSNH)
+        return x_BTD + drop(project('btf,fd->btd', up_BTF, self.down)), (k_BNSH, v_BNSH)
 
 class TokenAndPositionEmbedding(nnx.Module):
     """The sum of a learned vector for each token and one for each position."""
@@ -343,8 +339,9 @@ def check_sizes(mesh, batch_size, accum_steps, embed_dim, num_heads, feed_forwar
 
 def choose_accum_steps(batch_size, maxlen, mesh):
     """Micro-batches a step. No timing decides, only shapes and mesh: a resume must repeat them."""
-    # Tokens a device and micro-batch: on 2 CPU cores 8,192 took 1.2 times as long as 2,048.
-    most = 2048 if mesh.devices.flat[0].platform == 'cpu' else 65536
+    # Tokens a device and micro-batch: on 2 CPU cores 8,192 took 1.2 times as long as 2,048, and
+    # simulated devices share the cores' caches and memory.
+    most = 65536 if mesh.devices.flat[0].platform != 'cpu' else max(512, 2048 // mesh.size)
     rows = batch_size // mesh.shape['batch']
     fits = lambda n: rows % n == 0 and rows // n * maxlen <= max(most, maxlen)
     return next(filter(fits, range(1, rows + 1)))
@@ -426,18 +423,18 @@ def train_step(model, optimizer, ids_BS, key, *, vocab_size, accum_steps, dropou
     """
     # Memory peaks at parameters, Adam's moments, gradients and one micro-batch's activations.
     whole, key = gather(model), jax.random.fold_in(key, optimizer.step[...])
+    # Of each gradient a device keeps the part that it will update, as of the parameters.
+    keep = lambda sum, grad: sum + jax.reshard(grad, jax.typeof(sum).sharding.spec)
     def add(sums, micro_batch):
         i, ids_BS = micro_batch
         found = jax.value_and_grad(loss_fn)(
             whole, ids_BS, vocab_size, jax.random.fold_in(key, i) if dropout else None)
-        return jax.tree.map(jnp.add, sums, found), None
+        return jax.tree.map(keep, sums, found), None
     ids_BAS = ids_BS.reshape(-1, accum_steps, ids_BS.shape[1], out_sharding=P('batch', None, None))
     micro_batches = jnp.arange(accum_steps), ids_BAS.swapaxes(0, 1)
-    zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, whole)
+    zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, model)
     (loss, grads), _ = jax.lax.scan(add, zeros, micro_batches)
-    # Each device goes on with its part of the gradients and updates its part of the parameters.
-    grads = jax.tree.map(
-        lambda g, p: jax.reshard(g / accum_steps, jax.typeof(p).sharding.spec), grads, model)
+    grads = jax.tree.map(lambda grad: grad / accum_steps, grads)
     optimizer.update(model, grads)
     grad_norm = optax.tree.norm(jax.tree.leaves(grads))
     return model, optimizer, {'loss': loss / accum_steps, 'grad_norm': grad_norm}
