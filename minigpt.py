@@ -5,8 +5,7 @@
     python minigpt.py --mode=sample --prompt='One day'  # writes with the newest run
 
 The mesh has two axes: `batch` splits the rows of a batch (data parallel), `model` splits attention
-heads, MLP and output layer (tensor parallel); --mesh alone chooses. Both are explicit: an array's
-sharding is part of its type, and where shardings clash JAX says so instead of guessing.
+heads, MLP and output layer (tensor parallel); --mesh alone chooses.
 
     Flags        each default stands here and nowhere else
     Model        TransformerBlock, TokenAndPositionEmbedding, MiniGPT, create_model
@@ -22,21 +21,21 @@ Capitals in names are shapes: B batch, T time (tokens), S T+1 or cached tokens, 
 F feed_forward_dim, N heads, H head size, V vocabulary, C chunk of tokens, K top_k.
 It has no mixture of experts, no reinforcement learning and no server.
 """
-import collections, contextlib, functools, glob, hashlib, itertools, json, math, os
+import collections, contextlib, datetime, functools, glob, hashlib, itertools, math, os
 import pathlib, random, re, shutil, signal, sys, time
-import grain, jax, optax, tiktoken
+import grain, jax, matplotlib.figure, optax, tiktoken
 import jax.numpy as jnp, numpy as np, orbax.checkpoint as ocp
 from absl import app, flags, logging
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 # ---- Flags: only main reads them ----------------------------------------------------------------
 flags.DEFINE_enum('mode', 'train', ['train', 'sample'], 'train or resume a run, or write with it')
 flags.DEFINE_string('workdir', None, 'folder of the run; unset: runs/NAME, or to sample the newest')
 flags.DEFINE_bool('overwrite', False, 'delete the run in the workdir and start anew')
-flags.DEFINE_integer('keep', 3, 'newest checkpoints kept', 1)
+flags.DEFINE_integer('keep', 3, 'newest checkpoints kept, beside the best by validation loss', 1)
 flags.DEFINE_string('mesh', '-1,1', 'devices as batch,model; -1: all; on CPUs they are simulated')
-MODEL_FLAGS = 'num_transformer_blocks', 'embed_dim', 'num_heads', 'feed_forward_dim', 'dropout'
 flags.DEFINE_integer('num_transformer_blocks', 8, 'blocks', 1)
 flags.DEFINE_integer('maxlen', None, 'tokens of context; unset: 256, or 64 for the grammar', 2)
 flags.DEFINE_integer('embed_dim', 256, 'width of embeddings and blocks', 1)
@@ -44,8 +43,7 @@ flags.DEFINE_integer('num_heads', 8, 'attention heads a block', 1)
 flags.DEFINE_integer('feed_forward_dim', 256, 'width inside the MLP', 1)
 flags.DEFINE_float('dropout', 0.0, 'dropped in training; 0.1, as in the tutorial, took 4/3', 0, 0.9)
 flags.DEFINE_enum('dtype', 'auto', ['auto', 'float32', 'bfloat16'], 'auto: float32 on CPUs')
-flags.DEFINE_string('data', None, 'UTF-8 text file, stories ended by <|endoftext|>; unset: '
-                    './TinyStories-train.txt, or where there is none a built-in grammar')
+flags.DEFINE_string('data', None, 'text, UTF-8; unset: TinyStories-train.txt here, or a grammar')
 flags.DEFINE_string('tokenizer', None, 'bytes, words or of tiktoken; unset: gpt2 (grammar: words)')
 flags.DEFINE_integer('batch_size', None, 'windows a step; unset: 144, or 4 for the grammar', 1)
 flags.DEFINE_integer('accum_steps', 0, 'micro-batches a step; 0: by batch, maxlen and mesh', 0)
@@ -60,15 +58,27 @@ flags.DEFINE_integer('log_every', 10, 'steps between log lines', 1)
 flags.DEFINE_integer('eval_every', 200, 'steps between validations with a story; 0: at the end', 0)
 flags.DEFINE_integer('checkpoint_every', 200, 'steps between checkpoints; 0: at the end', 0)
 flags.DEFINE_integer('profile_steps', 0, 'steps to trace, after 5 steps of warm-up', 0)
-SAMPLE_FLAGS = 'prompt', 'max_new_tokens', 'top_k', 'temperature', 'seed'
 flags.DEFINE_string('prompt', 'Once upon a time', 'beginning of the text')
 flags.DEFINE_integer('num_samples', 1, 'texts to write', 1)
 flags.DEFINE_integer('max_new_tokens', 0, 'tokens to write; 0: to end-of-text or maxlen in all', 0)
 flags.DEFINE_integer('top_k', 10, 'draw from the k likeliest tokens; 0: from all', 0)
 flags.DEFINE_float('temperature', 1.0, '0: always the likeliest token', 0)
+flags.DEFINE_string('coordinator', None, 'of several processes: HOST:PORT of the first, or auto')
+flags.DEFINE_integer('num_processes', None, 'processes in all, each with its part of the mesh', 1)
+flags.DEFINE_integer('process_id', None, 'number of this process, from 0', 0)
+values = lambda F, names: {name: F[name].value for name in names}
+SAMPLING = 'prompt', 'max_new_tokens', 'top_k', 'temperature', 'seed'
+SIZES = 'num_transformer_blocks maxlen embed_dim num_heads feed_forward_dim dropout'.split()
+FIXED = 'tokenizer', 'batch_size', 'seed', *SIZES   # what a resume must not change; what it may:
+FREE = ('mesh', 'dtype', 'accum_steps', 'max_steps', 'learning_rate', 'warmup_steps',
+        'weight_decay', 'clip_norm', 'log_every', 'eval_every', 'checkpoint_every')
 
-# ---- Model: pre-LN GPT. Kernels are split over `model` by column, then by row, so that attention
-# and MLP need one all-reduce each; over `batch` they are split for storage alone (FSDP). ---------
+def require(condition, problem):
+    """Ends the script with one line and exit status 1 unless the condition holds."""
+    if not condition:
+        sys.exit(problem)
+
+# ---- Model: pre-LN; weights split over `model` by column, then row, over `batch` to store (FSDP) -
 FLOAT32 = dict(preferred_element_type=jnp.float32)   # products add up in it, under bfloat16 too
 def weight(rngs, shape, *axes):
     """A parameter drawn from normal(0, 0.02), split over mesh axes where they divide it evenly."""
@@ -92,7 +102,7 @@ def attention(q_BNTH, k_BNSH, v_BNSH, index=0):
     return (out_BNTH / exp_BNTS.sum(-1, keepdims=True)).astype(v_BNSH.dtype)
 
 class TransformerBlock(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); dropout acts where rngs are given."""
     def __init__(self, embed_dim, num_heads, feed_forward_dim, dropout, dtype, rngs):
         D, N, H, F = embed_dim, num_heads, embed_dim // num_heads, feed_forward_dim
         self.norm1 = nnx.LayerNorm(D, dtype=dtype, rngs=rngs)
@@ -102,12 +112,8 @@ class TransformerBlock(nnx.Module):
         self.up = weight(rngs, (D, F), 'batch', 'model')
         self.down = weight(rngs, (F, D), 'model', 'batch')
         self.dropout = nnx.Dropout(dropout)
-
     def __call__(self, x_BTD, cache=None, index=0, rngs=None):
-        """Returns the new x_BTD and the block's (keys, values), each (B, N, S, H).
-
-        Given a cache of those, x_BTD stands at positions index, index+1, ...; rngs turn dropout on.
-        """
+        """Returns x_BTD and (keys, values), (B, N, S, H); with a cache of those x is at index..."""
         drop = functools.partial(self.dropout, deterministic=rngs is None, rngs=rngs)
         qkv = project('btd,dinh->btinh', self.norm1(x_BTD), self.qkv, None, 'model')
         q_BNTH, k_BNSH, v_BNSH = jnp.unstack(qkv.swapaxes(1, 3), axis=2)
@@ -125,7 +131,6 @@ class TokenAndPositionEmbedding(nnx.Module):
         self.token_emb = weight(rngs, (vocab_size, embed_dim), 'batch', 'model')
         self.pos_emb = weight(rngs, (maxlen, embed_dim), None, 'batch')
         self.dtype = dtype
-
     def __call__(self, ids_BT, index=0):
         token_BTD = self.token_emb[...].at[ids_BT].get(out_sharding=P('batch', None, None))
         pos_TD = jax.lax.dynamic_slice_in_dim(self.pos_emb[...], index, ids_BT.shape[1])
@@ -139,7 +144,6 @@ class MiniGPT(nnx.Module):
             embed_dim, dtype=dtype, rngs=rngs, **block) for _ in range(num_transformer_blocks))
         self.norm = nnx.LayerNorm(embed_dim, dtype=dtype, rngs=rngs)
         self.output_layer = weight(rngs, (vocab_size, embed_dim), 'model', 'batch')
-
     def __call__(self, ids_BT, caches=None, index=0, rngs=None):
         """Returns x_BTD, to be multiplied by output_layer (V, D), and the blocks' caches."""
         x_BTD, new_caches = self.embedding_layer(ids_BT, index), []
@@ -163,7 +167,7 @@ def gather(model):
 # ---- Data: one stream of token ids in a memory-mapped file, cut into windows; nothing is padded --
 END = '<|endoftext|>'
 WORDS = r' ?[^\W\d_]+| ?[^\s\w]|\s|\d|_'   # a word with the space before it, or one character
-BLOCK, HEADER = 1 << 22, 512               # characters read at a time; bytes before the ids
+BLOCK = 1 << 22                            # characters read at a time
 STORY = ('Once upon a time there was a {mood} {animal} named {name}. {name} lived in the {place} '
          'and loved to {play}. One day {name} found a {color} {thing} near the {place}. Then a '
          '{feeling} {friend} came by. {name} gave the {color} {thing} to the {friend}. The '
@@ -178,8 +182,7 @@ CHOICES = dict(
     feeling='sad lost tired cold thirsty lonely scared bored',
     friend='bird rabbit turtle squirrel goat pony bee owl',
     deed='laughed talked walked danced rested sat smiled cooked')
-# Nats a token. Exact, and no loss can be smaller: a slot's words are as likely, a story 64 tokens.
-ENTROPY = sum(math.log(len(words.split())) for words in CHOICES.values()) / 64
+ENTROPY = sum(math.log(len(words.split())) for words in CHOICES.values()) / 64   # nats a token
 
 def grammar_stories():
     """Yields the 2,112 built-in stories, always the same: 2,048 to train on and 64 held out."""
@@ -193,7 +196,7 @@ def file_stories(path):
     rest = ''
     with open(path, encoding='utf-8-sig') as file:   # any line ending, and a byte-order mark
         try:
-            while block := file.read(BLOCK):
+            for block in itertools.chain(iter(lambda: file.read(BLOCK), ''), [END]):
                 *stories, rest = (rest + block).split(END)
                 yield from (story.strip() + END for story in stories if story.strip())
                 while len(rest) > BLOCK + len(END):   # so that no END is cut in two
@@ -202,8 +205,6 @@ def file_stories(path):
         except UnicodeDecodeError as error:
             at = file.buffer.tell() - len(error.object) + error.start
             sys.exit(f'{path} is not UTF-8 text: {error.reason} at byte {at}.')
-    if rest.strip():
-        yield rest.strip() + END
 
 def common_words(stories):
     """The 4,096 most frequent words of the first 10,000 stories."""
@@ -217,62 +218,50 @@ def load_tokenizer(name, words=()):
         tokens = [bytes([byte]) for byte in range(256)] + [word.encode() for word in words]
         return tiktoken.Encoding(name, pat_str=WORDS, special_tokens={END: len(tokens)},
                                  mergeable_ranks={token: i for i, token in enumerate(tokens)})
-    if name not in (known := tiktoken.list_encoding_names()):
-        sys.exit(f'--tokenizer={name} is not one of bytes, words, {", ".join(known)}.')
+    known = tiktoken.list_encoding_names()
+    require(name in known, f'--tokenizer={name} is not one of bytes, words, {", ".join(known)}.')
     try:
         return tiktoken.get_encoding(name)
     except OSError:
         sys.exit(f'--tokenizer={name} cannot be loaded: set TIKTOKEN_CACHE_DIR, or use words.')
 
-def write_tokens(path, stories, tokenizer, source):
+def write_tokens(path, stories, tokenizer, dtype):
     """Writes END and the stories as ids, in bounded memory, whole or not at all."""
-    dtype = np.dtype('uint16' if tokenizer.n_vocab <= 1 << 16 else 'uint32')
-    digest, count, pieces, stories = hashlib.sha256(), 0, [END], iter(stories)
+    count, pieces, stories = 0, [END], iter(stories)
     part = path.with_name(f'{path.name}.{os.getpid()}.part')
     try:
         with open(part, 'wb') as file:
-            file.write(b' ' * HEADER)
             while pieces:
                 lists = tokenizer.encode_batch(pieces, num_threads=os.cpu_count(),
                                                allowed_special={END}, disallowed_special=())
-                ids = np.fromiter(itertools.chain.from_iterable(lists), dtype)
-                file.write(ids.tobytes())
-                digest.update(ids.tobytes())
-                count += ids.size
+                count += file.write(np.fromiter(itertools.chain.from_iterable(lists), dtype))
                 pieces = list(itertools.islice(stories, 4096))
-                say(f'{path}: {count:,} tokens', end='\r' if pieces else '\n')
-            file.seek(0)
-            file.write(json.dumps(dict(source=source, dtype=dtype.name, count=count,
-                                       digest=digest.hexdigest()[:16])).encode().ljust(HEADER))
+                say(f'{path}: {count // dtype().itemsize:,} tokens', end='\r' if pieces else '\n')
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
 
 def load_tokens(data, tokenizer, workdir):
     """(ids, digest) of the text (None: the grammar), memory-mapped; tokenises it only once."""
-    folder = data.parent if data and os.access(data.parent, os.W_OK) else workdir
-    path = folder / f'{data.name if data else "grammar"}.{tokenizer.name}.tokens'
     text = [data.stat().st_size, data.stat().st_mtime_ns] if data else [STORY, CHOICES]
-    made_of = repr([1, text, tokenizer.token_byte_values()])   # 1: the format of the token file
-    source = hashlib.sha256(made_of.encode()).hexdigest()
-    try:
-        meta = json.loads(open(path, 'rb').read(HEADER))
-        if meta['source'] == source:
-            return np.memmap(path, meta['dtype'], 'r', HEADER, meta['count']), meta['digest']
-    except (FileNotFoundError, KeyError, TypeError, ValueError):   # none, or not a whole one
-        pass
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_tokens(path, file_stories(data) if data else grammar_stories(), tokenizer, source)
-    return load_tokens(data, tokenizer, workdir)
+    source = hashlib.sha256(repr([text, tokenizer.token_byte_values()]).encode()).hexdigest()[:8]
+    folder = data.parent if data and os.access(data.parent, os.W_OK) else workdir
+    path = folder / f'{data.name if data else "grammar"}.{tokenizer.name}.{source}.tokens'
+    dtype = np.uint16 if tokenizer.n_vocab <= 1 << 16 else np.uint32
+    if jax.process_index() == 0 and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_tokens(path, file_stories(data) if data else grammar_stories(), tokenizer, dtype)
+    while not path.exists():   # process 0 writes it
+        time.sleep(1)
+    ids = np.memmap(path, dtype, 'r')
+    return ids, hashlib.sha256(ids).hexdigest()[:16]
 
 class TextDataset:
     """Grain random access source of windows: maxlen tokens and the one that follows them."""
     def __init__(self, ids, maxlen, windows):
         self.ids, self.maxlen, self.windows = ids, maxlen, windows
-
     def __len__(self):
         return len(self.windows)
-
     def __getitem__(self, i):
         start = self.windows[i] * self.maxlen
         return self.ids[start:start + self.maxlen + 1].astype(np.int32)
@@ -281,15 +270,13 @@ def split_windows(ids, maxlen, batch_size):
     """(training, held-out) TextDataset: the last tenth, at most 64 windows, is never trained on."""
     windows = range((ids.size - 1) // maxlen)
     training = len(windows) - min(64, -(-len(windows) // 10))
-    if training < batch_size:
-        sys.exit(f'{ids.size} tokens give {training} windows of {maxlen} to train on, fewer than a '
-                 f'batch of {batch_size}: use more text, or a smaller --batch_size or --maxlen.')
+    require(training >= batch_size, f'{ids.size} tokens give {training} windows of {maxlen} to '
+            f'train on, fewer than a batch of {batch_size}: smaller --batch_size or more text.')
     return [TextDataset(ids, maxlen, part) for part in (windows[:training], windows[training:])]
 
 def training_batches(dataset, batch_size, seed, start, total):
     """Iterator of the (B, S) batches of steps start to total; seed and step alone decide them."""
-    epochs = -(-total * batch_size // len(dataset))
-    shuffled = grain.MapDataset.source(dataset).seed(seed).shuffle().repeat(epochs)
+    shuffled = grain.MapDataset.source(dataset).seed(seed).shuffle().repeat()
     batches = shuffled.batch(batch_size)[start:total]
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
@@ -301,8 +288,8 @@ def to_devices(batch_BS):
 # ---- Mesh: (batch, model) devices, simulated where a machine has only CPUs ----------------------
 def mesh_shape(text, devices, simulated):
     """(batch, model) of --mesh; exits unless it fits the devices and uses all accelerators."""
-    if not re.fullmatch(r'(-1|[1-9]\d*),(-1|[1-9]\d*)', text) or text == '-1,-1':
-        sys.exit(f'--mesh={text} is not batch,model, such as 4,2, or -1,2 for all devices.')
+    require(re.fullmatch(r'(-1|[1-9]\d*),(-1|[1-9]\d*)', text) and text != '-1,-1',
+            f'--mesh={text} is not batch,model, such as 4,2, or -1,2 for all devices.')
     batch, model = map(int, text.split(','))
     known = max(batch, 1) * max(model, 1)
     batch, model = (max(1, devices // known) if n == -1 else n for n in (batch, model))
@@ -312,13 +299,13 @@ def mesh_shape(text, devices, simulated):
                  f'use {devices // model},{model} or -1,{model}.')
     return batch, model
 
-def create_mesh(text):
+def create_mesh(text, processes=1):
     """Makes the mesh of --mesh the current one. Explicit axes: shardings are part of types."""
-    wanted = math.prod(int(n) or 1 for n in re.findall(r'\d+', text.replace('-1', '')))
+    wanted = math.prod(int(n) or 1 for n in re.findall(r'\d+', text.replace('-1', ''))) // processes
     if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
         with contextlib.suppress(RuntimeError):   # JAX has begun, with the devices that it has
             jax.config.update('jax_num_cpu_devices', max(wanted, jax.config.jax_num_cpu_devices))
-    shape = mesh_shape(text, jax.device_count(), jax.devices()[0].platform == 'cpu')
+    shape = mesh_shape(text, jax.device_count(), jax.default_backend() == 'cpu' and processes == 1)
     mesh = jax.make_mesh(shape, ('batch', 'model'), devices=jax.devices()[:math.prod(shape)],
                          axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     jax.set_mesh(mesh)
@@ -333,21 +320,19 @@ def check_sizes(mesh, batch_size, accum_steps, embed_dim, num_heads, feed_forwar
             ('--num_heads', num_heads, 'model axis', model),
             ('--feed_forward_dim', feed_forward_dim, 'model axis', model),
             ('the padding unit of the vocabulary', 128, 'model axis', model)]:
-        if size % parts:
-            fits = sorted({str(max(parts, size // parts * parts)), str(-(-size // parts) * parts)})
-            sys.exit(f'{name}={size} is not divisible by {by}={parts}: use {" or ".join(fits)}.')
+        fits = sorted({str(max(parts, size // parts * parts)), str(-(-size // parts) * parts)})
+        require(size % parts == 0,
+                f'{name}={size} is not divisible by {by}={parts}: use {" or ".join(fits)}.')
 
 def choose_accum_steps(batch_size, maxlen, mesh):
     """Micro-batches a step. No timing decides, only shapes and mesh: a resume must repeat them."""
-    # Tokens a device and micro-batch: on 2 CPU cores 8,192 took 1.2 times as long as 2,048, and
-    # simulated devices share the cores' caches and memory.
+    # Tokens a device and micro-batch: on 2 CPU cores 8,192 took 1.2 times as long as 2,048.
     most = 65536 if mesh.devices.flat[0].platform != 'cpu' else max(512, 2048 // mesh.size)
     rows = batch_size // mesh.shape['batch']
     fits = lambda n: rows % n == 0 and rows // n * maxlen <= max(most, maxlen)
     return next(filter(fits, range(1, rows + 1)))
 
-# ---- Train step: logits (B, T, V) would be by far the largest array, so the loss makes them for a
-# chunk of tokens at a time, and finds its gradients in the same pass. ----------------------------
+# ---- Train step: the loss never holds all logits (B, T, V), and finds its gradients on the way ---
 CHUNK = 512   # tokens, about; from 128 to 2048 made no difference
 def token_losses(x_BTD, w_VD, y_BT, vocab_size):
     """Softmax cross-entropy with logits x @ w.T: (losses, dx, dw), gradients of the losses' sum.
@@ -358,8 +343,7 @@ def token_losses(x_BTD, w_VD, y_BT, vocab_size):
     """
     def local(x_BTD, w_VD, y_BT):
         (rows, D), n = w_VD.shape, y_BT.size
-        sizes = (c for c in range(1, n + 1) if n % c == 0)
-        size = min(sizes, key=lambda c: abs(math.log(c / CHUNK)))   # the nearest
+        size = min((c for c in range(1, n + 1) if n % c == 0), key=lambda c: abs(c - CHUNK))
         first = jax.lax.axis_index('model') * rows
         real_V = first + jnp.arange(rows) < vocab_size
         at_BT = jnp.where((y_BT >= first) & (y_BT < first + rows), y_BT - first, rows)   # rows: out
@@ -390,11 +374,9 @@ def token_losses(x_BTD, w_VD, y_BT, vocab_size):
 def cross_entropy(x_BTD, w_VD, y_BT, vocab_size):
     """The mean of token_losses, whose gradients are found on the way forward."""
     return token_losses(x_BTD, w_VD, y_BT, vocab_size)[0].mean()
-
 def cross_entropy_forward(x_BTD, w_VD, y_BT, vocab_size):
     losses_BT, *grads = token_losses(x_BTD, w_VD, y_BT, vocab_size)
     return losses_BT.mean(), [(grad / y_BT.size).astype(grad.dtype) for grad in grads]
-
 cross_entropy.defvjp(cross_entropy_forward, lambda vocab_size, grads, g: (
     *((grad * g).astype(grad.dtype) for grad in grads), None))
 
@@ -417,14 +399,11 @@ def create_optimizer(model, peak, warmup_steps, total_steps, weight_decay, clip_
 @functools.partial(jax.jit, donate_argnames=('model', 'optimizer'),
                    static_argnames=('vocab_size', 'accum_steps', 'dropout'))
 def train_step(model, optimizer, ids_BS, key, *, vocab_size, accum_steps, dropout):
-    """One update; returns model, optimizer, and loss and gradient norm (before clipping).
-
-    Modules are pytrees: plain jax.jit takes and returns them, at a fifth of nnx.jit's overhead.
-    """
+    """One update; returns model, optimizer, and loss and gradient norm (before clipping)."""
+    # Modules are pytrees: jax.jit takes and returns them, at a fifth of nnx.jit's overhead.
     # Memory peaks at parameters, Adam's moments, gradients and one micro-batch's activations.
     whole, key = gather(model), jax.random.fold_in(key, optimizer.step[...])
-    # Of each gradient a device keeps the part that it will update, as of the parameters.
-    keep = lambda sum, grad: sum + jax.reshard(grad, jax.typeof(sum).sharding.spec)
+    keep = lambda sum, grad: sum + jax.reshard(grad, jax.typeof(sum).sharding.spec)   # its part
     def add(sums, micro_batch):
         i, ids_BS = micro_batch
         found = jax.value_and_grad(loss_fn)(
@@ -434,10 +413,13 @@ def train_step(model, optimizer, ids_BS, key, *, vocab_size, accum_steps, dropou
     micro_batches = jnp.arange(accum_steps), ids_BAS.swapaxes(0, 1)
     zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, model)
     (loss, grads), _ = jax.lax.scan(add, zeros, micro_batches)
-    grads = jax.tree.map(lambda grad: grad / accum_steps, grads)
-    optimizer.update(model, grads)
+    loss, grads = jax.tree.map(lambda total: total / accum_steps, (loss, grads))
     grad_norm = optax.tree.norm(jax.tree.leaves(grads))
-    return model, optimizer, {'loss': loss / accum_steps, 'grad_norm': grad_norm}
+    old = jax.tree.map(lambda a: a, (model, optimizer))
+    optimizer.update(model, grads)
+    good = jnp.isfinite(loss + grad_norm)   # else nothing changes, for the next log line to tell
+    model, optimizer = jax.tree.map(functools.partial(jnp.where, good), (model, optimizer), old)
+    return model, optimizer, {'loss': loss, 'grad_norm': grad_norm}
 
 @functools.partial(jax.jit, static_argnames='vocab_size')
 def eval_step(model, ids_BS, *, vocab_size):
@@ -449,72 +431,75 @@ def eval_step(model, ids_BS, *, vocab_size):
 
 def evaluate(model, held_out, rows, vocab_size):
     """Mean loss of the held-out windows, nats a token, `rows` of them at a time."""
-    count, losses = len(held_out), []
-    for start in range(0, count, rows):   # the last batch is filled up with windows from the front
-        batch_BS = np.stack([held_out[i % count] for i in range(start, start + rows)])
-        losses.append(eval_step(model, to_devices(batch_BS), vocab_size=vocab_size))
-    return np.concatenate(jax.device_get(losses))[:count].mean()
+    batches = grain.MapDataset.source(held_out).repeat().batch(rows)   # from the front, to fill up
+    losses = [eval_step(model, to_devices(batches[i]), vocab_size=vocab_size)
+              for i in range(-(-len(held_out) // rows))]
+    return np.concatenate(jax.device_get(losses))[:len(held_out)].mean()
 
 # ---- Reports: numbers are read one step late, so that the device never waits for Python ---------
 COLUMNS = ('step', 'loss', 'grad_norm', 'learning_rate', 'tokens_per_s', 'val_loss')
 def say(text, end='\n', file=None):
     """Prints, in process 0 alone; a line to be overwritten (end='\\r') only on a terminal."""
-    file = file or sys.stdout
-    if jax.process_index() == 0 and (end == '\n' or file.isatty()):
+    if jax.process_index() == 0 and (end == '\n' or sys.stdout.isatty()):
         print(text, end=end, file=file, flush=True)
 
 class Report:
     """Log lines, rows of metrics.csv and loss.png, for the steps that are logged or validated."""
-    def __init__(self, workdir, start, total, batch_tokens, schedule, reference, reference_name):
+    def __init__(self, workdir, start, total, batch_tokens, schedule, reference):
         self.path, self.total, self.batch_tokens = workdir / 'metrics.csv', total, batch_tokens
-        self.schedule, self.reference, self.reference_name = schedule, reference, reference_name
-        self.pending, self.last, self.paused = None, None, 0.0   # paused: seconds of validation
-        import matplotlib.figure   # slow: done once, before the clock runs
-        self.figure = matplotlib.figure.Figure(figsize=(8, 5))   # needs no display
+        self.schedule, self.reference = schedule, reference   # ('entropy', nats a token)
+        self.unread, self.last = [], (start - 1, time.perf_counter())   # last step timed, its end
         rows = self.path.read_text().splitlines()[1:] if self.path.exists() else []
         rows = [row for row in rows if row.count(',') == 5 and int(row.split(',')[0]) < start]
-        part = self.path.with_name('metrics.part')   # a kill leaves the old file or the new one
-        part.write_text('\n'.join([','.join(COLUMNS), *rows, '']))
-        os.replace(part, self.path)
-
-    def flush(self, timed=False):
-        """Prints and writes what is pending; timed, with the rate, if a next step is under way."""
-        if not self.pending:
-            return
-        (step, metrics, val_loss), self.pending = self.pending, None
+        if jax.process_index() == 0:
+            part = self.path.with_name('metrics.part')   # a kill leaves the old file or the new one
+            part.write_text('\n'.join([','.join(COLUMNS), *rows, '']))
+            os.replace(part, self.path)
+    def add(self, step, metrics, val_loss, log):
+        """Takes note of a step under way; reads the steps before it, if one is to be logged."""
+        if any(log for *_, log in self.unread):
+            self.flush()
+        self.unread.append((step, metrics, val_loss, log))
+    def flush(self):
+        """Reads the steps noted, prints and writes those to be logged; exits at one gone wrong."""
+        for step, metrics, val_loss, log in self.unread:
+            metrics = jax.device_get(metrics)
+            require(np.isfinite(sum(metrics.values())), f'step {step} was not applied, nor saved: '
+                    '{loss} loss, {grad_norm} grad. Lower --learning_rate?'.format(**metrics))
+            if log:
+                self.write(step, metrics, val_loss)
+        self.unread = []
+    def write(self, step, metrics, val_loss):
+        """A log line and a row of metrics.csv."""
         row, line = dict.fromkeys(COLUMNS, '') | {'step': step}, f'step {step}/{self.total}'
         if metrics:
-            row |= jax.device_get(metrics) | {'learning_rate': np.float32(self.schedule(step))}
+            row |= metrics | {'learning_rate': np.float32(self.schedule(step))}
             line += ' | loss {loss:.4f} | grad {grad_norm:.2f} | lr {learning_rate:.1e}'
             line = line.format(**row)
-            now = time.perf_counter() - self.paused
-            if timed and self.last:
-                rate = (step - self.last[0]) * self.batch_tokens / (now - self.last[1])
-                minutes, seconds = divmod(int((self.total - step) * self.batch_tokens / rate), 60)
-                line += f' | {rate / 1e3:.2f}k tok/s | eta {minutes}m{seconds:02d}s'
-                row['tokens_per_s'] = round(rate, 1)
-            self.last = (step, now) if timed else self.last
+            now = time.perf_counter()
+            rate = (step - self.last[0]) * self.batch_tokens / (now - self.last[1])
+            left = datetime.timedelta(seconds=(self.total - step) * self.batch_tokens // rate)
+            line += f' | {rate / 1e3:.2f}k tok/s | eta {left}'
+            row['tokens_per_s'], self.last = round(rate, 1), (step, now)
         if val_loss is not None:
             row['val_loss'] = val_loss
-            line += f' | val {val_loss:.4f} | {self.reference_name} {self.reference:.4f}'
+            line += ' | val {:.4f} | {} {:.4f}'.format(val_loss, *self.reference)
         say(line)
         if jax.process_index() == 0:
             with open(self.path, 'a') as file:
                 file.write(','.join(map(str, row.values())) + '\n')
             if val_loss is not None:
                 self.plot()
-
     def plot(self):
         """Draws loss.png: training and validation loss, and a reference to compare them with."""
-        rows = np.atleast_1d(np.genfromtxt(self.path, delimiter=',', names=True))
-        self.figure.clear()
-        axes = self.figure.add_subplot(xlabel='step', ylabel='loss (nats a token)', yscale='log')
+        rows = np.genfromtxt(self.path, delimiter=',', names=True, ndmin=1)
+        figure = matplotlib.figure.Figure(figsize=(8, 5))   # needs no display
+        axes = figure.add_subplot(xlabel='step', ylabel='loss (nats a token)', yscale='log')
         axes.plot(rows['step'], rows['loss'], color='0.6', label='training')
-        known = rows[~np.isnan(rows['val_loss'])]
-        axes.plot(known['step'], known['val_loss'], 'ko--', label='validation')
-        axes.axhline(self.reference, color='black', linestyle=':', label=self.reference_name)
+        axes.plot(rows['step'], rows['val_loss'], 'ko', label='validation')
+        axes.axhline(self.reference[1], color='black', linestyle=':', label=self.reference[0])
         axes.legend()
-        self.figure.savefig(self.path.with_name('loss.part.png'), dpi=120)
+        figure.savefig(self.path.with_name('loss.part.png'), dpi=120)
         os.replace(self.path.with_name('loss.part.png'), self.path.with_name('loss.png'))
 
 def trace(call, num_steps, folder, model):
@@ -552,8 +537,7 @@ def generate_tokens(model, ids_BT, start, stop, key, temperature, *, vocab_size,
 def encode_prompt(tokenizer, prompt, maxlen):
     """End-of-text, as before every story of the stream, and the prompt's ids; exits if too long."""
     ids = [tokenizer.eot_token] + tokenizer.encode_ordinary(prompt)
-    if len(ids) >= maxlen:
-        sys.exit(f'--prompt: {len(ids) - 1} tokens; --maxlen={maxlen} has room for {maxlen - 2}.')
+    require(len(ids) < maxlen, f'--prompt has {len(ids) - 1} tokens, maxlen room for {maxlen - 2}.')
     return ids
 
 def generate_text(model, tokenizer, maxlen, num_samples, prompt, max_new_tokens, top_k,
@@ -575,27 +559,51 @@ def generate_text(model, tokenizer, maxlen, num_samples, prompt, max_new_tokens,
 
 # ---- Checkpoint: model, optimizer, configuration; data order and keys follow from seed and step --
 def open_checkpoints(workdir, keep=1, read_only=False):
-    """Orbax manager that saves in the background and keeps the newest checkpoints."""
+    """Orbax manager that saves in the background and keeps the newest checkpoints and the best."""
+    val_loss = lambda metrics: metrics['val_loss']
+    best = BestN(get_metric_fn=val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep, read_only=read_only, cleanup_tmp_directories=not read_only)
+        preservation_policy=AnyPreservationPolicy([LatestN(keep), best]), best_fn=val_loss,
+        read_only=read_only, cleanup_tmp_directories=not read_only)
     return ocp.CheckpointManager((workdir / 'checkpoints').absolute(), options=options)
 
-def save_checkpoint(manager, step, config, **modules):
-    """Copies the modules and returns; Orbax writes them to a temporary folder and renames that."""
-    items = {name: ocp.args.StandardSave(nnx.to_pure_dict(nnx.state(module)))
-             for name, module in modules.items()}
-    if step and step not in manager.all_steps():
-        manager.save(step, args=ocp.args.Composite(config=ocp.args.JsonSave(config), **items))
+def bit_sums(module):
+    """Of each array the sum of its bits as uint32, which wraps around: the same on every mesh."""
+    add = jax.jit(lambda a: jax.lax.bitcast_convert_type(a, jnp.uint32).sum(dtype=jnp.uint32))
+    return [int(add(a)) for a in jax.tree.leaves(module)]
 
-def restore(manager, step, **modules):
-    """The checkpoint's configuration; fills modules, each array read straight into its sharding."""
-    items = {name: ocp.args.StandardRestore(jax.tree.map(
-        ocp.utils.to_shape_dtype_struct, nnx.to_pure_dict(nnx.state(module))))
-             for name, module in modules.items()}
-    found = manager.restore(step, args=ocp.args.Composite(config=ocp.args.JsonRestore(), **items))
-    for name, module in modules.items():
-        nnx.update(module, found[name])
-    return found['config']
+def save_checkpoint(manager, step, config, val_loss=None, wait=False, **modules):
+    """Copies the modules and returns; Orbax writes them to a temporary folder and renames that."""
+    items = {name: ocp.args.StandardSave(nnx.state(module)) for name, module in modules.items()}
+    sums = {name: bit_sums(module) for name, module in modules.items()}
+    try:
+        if step in manager.all_steps():   # which could not be read, or it would have been restored
+            manager.delete(step)
+        args = ocp.args.Composite(config=ocp.args.JsonSave(config | sums), **items)
+        metrics = val_loss and {'val_loss': float(val_loss)}
+        manager.save(step, args=args, metrics=metrics, force=True)
+        if wait:
+            manager.wait_until_finished()
+    except Exception as error:   # a full disk, say: it comes as what a writer of Orbax's raised
+        sys.exit(f'{manager.directory}: step {step} not saved, earlier ones were: {error!r:.200}')
+
+def restore(manager, **modules):
+    """(step, configuration) of the newest whole checkpoint, or (0, None); fills the modules."""
+    shapes = lambda module: jax.tree.map(ocp.utils.to_shape_dtype_struct, nnx.state(module))
+    items = {name: ocp.args.StandardRestore(shapes(module)) for name, module in modules.items()}
+    args = ocp.args.Composite(config=ocp.args.JsonRestore(), **items)
+    for step in sorted(manager.all_steps(), reverse=True):
+        try:
+            found = manager.restore(step, args=args)   # each array right into its sharding
+            for name, module in modules.items():
+                nnx.update(module, found[name])
+                if bit_sums(module) != found['config'][name]:   # Orbax misses flipped bits
+                    raise ValueError(f'bits of its {name} have changed')
+            return step, found['config']
+        except Exception as error:   # each kind of damage has an exception of its own
+            say(f'{manager.directory}/{step} is damaged: {error!r:.200}', file=sys.stderr)
+    require(not manager.all_steps(), f'{manager.directory}: all damaged: --overwrite or --workdir.')
+    return 0, None
 
 # ---- Main: checks, set-up, and a loop that waits for the device only to report ------------------
 SIGNALS = []   # those that came; each asks the loop to save and stop
@@ -603,7 +611,9 @@ def on_signal(number, frame):
     """Notes the signal for the loop; a second one ends the process at once."""
     SIGNALS.append(number)
     signal.signal(number, signal.SIG_DFL)
-    say(f'{signal.Signals(number).name}: stopping after this step and a checkpoint')
+    os.write(2, b'stopping after this step and a checkpoint\n')   # here print might break one off
+    if jax.process_count() > 1:
+        os.kill(os.getpid(), signal.SIGTERM)   # which JAX tells the other processes
 
 def parse_flags(argv):
     """Parses the command line; an error in it is one line and exit status 1."""
@@ -611,133 +621,127 @@ def parse_flags(argv):
         rest = flags.FLAGS(argv)
     except flags.Error as error:
         sys.exit(f'{error} See --help.')
-    if rest[1:]:
-        sys.exit(f'Stray argument {rest[1]!r}: flags begin with --, as in --mesh=4,2.')
+    require(not rest[1:], f'Stray argument {rest[-1]!r}: flags begin with --, as in --mesh=4,2.')
     return rest
 
 def sample(F):
     """--mode=sample: text to stdout. Model, settings and tokenizer come from the checkpoint."""
-    mesh, saved = create_mesh(F.mesh), glob.glob('runs/*/checkpoints/*[0-9]')
+    mesh, saved = create_mesh(F.mesh, F.num_processes or 1), glob.glob('runs/*/checkpoints/*[0-9]')
     newest = max(saved, key=os.path.getmtime, default='runs/checkpoints/none')
     run = pathlib.Path(F.workdir or pathlib.Path(newest).parents[1])
     manager = open_checkpoints(run, read_only=True)
-    step = manager.latest_step()
-    if step is None:
-        sys.exit(f'{run} has no checkpoint to sample from: train first, or name another --workdir.')
-    config = restore(manager, step)
-    sizes = config['model']
-    say(f'{run}, step {step}', file=sys.stderr)
-    tokenizer = load_tokenizer(config['fixed']['tokenizer'], config['words'])
+    step, config = restore(manager)
+    require(step, f'{run} has no checkpoint to sample from: train first, or set --workdir.')
+    tokenizer = load_tokenizer(config['settings']['tokenizer'], config['words'])
+    sizes = {name: config['settings'][name] for name in SIZES}
     check_sizes(mesh, mesh.shape['batch'], 1, **sizes)
     model = create_model(0, tokenizer.n_vocab, F.dtype, **sizes)
-    restore(manager, step, model=model)
-    options = {flag: F[flag].value for flag in SAMPLE_FLAGS}
-    print(*generate_text(model, tokenizer, sizes['maxlen'], F.num_samples, **options), sep='\n\n')
+    step, _ = restore(manager, model=model)
+    say(f'{run}, step {step}', file=sys.stderr)
+    texts = generate_text(model, tokenizer, sizes['maxlen'], F.num_samples, **values(F, SAMPLING))
+    say('\n\n'.join(texts))
 
-def plan_run(F):
-    """What the flags leave open: (data, tokenizer's name, maxlen, mesh, batch_size, workdir)."""
+def resolve_flags(F):
+    """Sets the flags that are unset; returns the mesh, the text's path (None: grammar), workdir."""
     data = pathlib.Path(F.data or 'TinyStories-train.txt').expanduser()
-    if F.data and not data.is_file():
-        sys.exit(f'--data={F.data}: no such file.')
+    require(data.is_file() or not F.data, f'--data={F.data}: no such file.')
     data = data if data.is_file() else None
     tokenizer, maxlen, rows = ('gpt2', 256, 144) if data else ('words', 64, 4)
-    mesh = create_mesh(F.mesh)
+    F.tokenizer, F.maxlen = F.tokenizer or tokenizer, F.maxlen or maxlen
+    mesh = create_mesh(F.mesh, F.num_processes or 1)
     batch, model = mesh.devices.shape
-    batch_size = F.batch_size or -(-rows // batch) * batch
-    check_sizes(mesh, batch_size, F.accum_steps, F.embed_dim, F.num_heads, F.feed_forward_dim)
-    size = f'{F.num_transformer_blocks}x{F.embed_dim}-b{batch_size}-s{F.seed}'
+    F.mesh, F.batch_size = f'{batch},{model}', F.batch_size or -(-rows // batch) * batch
+    check_sizes(mesh, F.batch_size, F.accum_steps, F.embed_dim, F.num_heads, F.feed_forward_dim)
+    F.accum_steps = F.accum_steps or choose_accum_steps(F.batch_size, F.maxlen, mesh)
+    size = f'{F.num_transformer_blocks}x{F.embed_dim}-b{F.batch_size}-s{F.seed}'
     workdir = pathlib.Path(F.workdir or f'runs/{data.stem if data else "grammar"}-{size}')
-    platform = jax.devices()[0].platform
-    kind = f'simulated {platform}' if platform == 'cpu' and mesh.size > 1 else platform
-    say(f'{data or "built-in grammar"} -> {workdir} | mesh {batch},{model} of {kind} devices')
-    return data, F.tokenizer or tokenizer, F.maxlen or maxlen, mesh, batch_size, workdir
+    kind = jax.devices()[0].device_kind   # on CPUs cpu
+    say(f'{data or "built-in grammar"} -> {workdir} | mesh {F.mesh} of '
+        f'{"simulated " * (kind == "cpu" and mesh.size > 1)}{kind} devices')
+    return mesh, data, workdir
+
+def check_resume(workdir, step, old, new):
+    """Exits if what must not change has; says what else has. old, new: {setting: value}."""
+    changes = {name: f'{name} {old[name]} -> {new[name]}' for name in new if new[name] != old[name]}
+    fixed = ', '.join(change for name, change in changes.items() if name not in FREE)
+    require(not fixed, f'{workdir} is another run ({fixed}): --workdir=NEW or --overwrite.')
+    if changes:
+        say(f'from step {step} on: ' + ', '.join(changes.values()))
 
 def train(F):
     """--mode=train: sets a run up, or goes on where it stopped."""
-    data, name, maxlen, mesh, batch_size, workdir = plan_run(F)
-    accum_steps = F.accum_steps or choose_accum_steps(batch_size, maxlen, mesh)
+    mesh, data, workdir = resolve_flags(F)
     stories = file_stories(data) if data else grammar_stories()
-    words = common_words(stories) if name == 'words' else []
-    tokenizer = load_tokenizer(name, words)
-    encode_prompt(tokenizer, F.prompt, maxlen)   # to fail before anything compiles
+    words = common_words(stories) if F.tokenizer == 'words' else []
+    tokenizer = load_tokenizer(F.tokenizer, words)
+    encode_prompt(tokenizer, F.prompt, F.maxlen)   # to fail before anything compiles
     ids, digest = load_tokens(data, tokenizer, workdir)
-    training, held_out = split_windows(ids, maxlen, batch_size)
-    total = F.max_steps or len(training) * F.num_epochs // batch_size
-    settings = {flag: F[flag].value for flag in MODEL_FLAGS} | {'maxlen': maxlen}
-    options = {flag: F[flag].value for flag in SAMPLE_FLAGS}
-    fixed = dict(tokenizer=name, data=digest, batch_size=batch_size, seed=F.seed, **settings)
-    config = dict(fixed=fixed, model=settings, words=words, accum_steps=accum_steps)
-    if F.overwrite:   # only now that all is checked; Report cuts metrics.csv back
+    training, held_out = split_windows(ids, F.maxlen, F.batch_size)
+    total = F.max_steps = F.max_steps or len(training) * F.num_epochs // F.batch_size
+    config = dict(settings={'data': digest} | values(F, FIXED + FREE), words=words)
+    if F.overwrite and jax.process_index() == 0:   # now that all is checked
         shutil.rmtree(workdir / 'checkpoints', ignore_errors=True)
     manager = open_checkpoints(workdir, F.keep)
-    step = manager.latest_step() or 0
-    for key, old in (restore(manager, step)['fixed'] if step else {}).items():
-        if old != fixed[key]:
-            sys.exit(f'{workdir} has {key}={old}, not {fixed[key]}: --workdir=NEW or --overwrite.')
-    if step >= total:
-        return say(f'{workdir} is finished at step {step}: raise --max_steps, or --overwrite it.')
-    for number in (signal.SIGINT, signal.SIGTERM):
+    start, saved = restore(manager)
+    check_resume(workdir, start, (saved or config)['settings'], config['settings'])
+    if start >= total:
+        return say(f'{workdir} is finished at step {start}: raise --max_steps, or --overwrite it.')
+    alone = jax.process_count() == 1   # if not, JAX hears SIGTERM and agrees on the step to stop at
+    for number in (signal.SIGINT, signal.SIGTERM)[:1 + alone]:
         signal.signal(number, on_signal)
-    model = create_model(F.seed, tokenizer.n_vocab, F.dtype, **settings)
+    model = create_model(F.seed, tokenizer.n_vocab, F.dtype, **values(F, SIZES))
     optimizer, schedule = create_optimizer(
         model, F.learning_rate, F.warmup_steps, total, F.weight_decay, F.clip_norm)
-    if step:
-        restore(manager, step, model=model, optimizer=optimizer)
+    start, _ = restore(manager, model=model, optimizer=optimizer)
     say(f'{sum(a.size for a in jax.tree.leaves(model)):,} parameters | {len(training):,} windows, '
-        f'{len(held_out)} held out | steps {step} to {total} of {batch_size} x {maxlen} tokens in '
-        f'{accum_steps} micro-batches\ncompiling')
-    began, key = time.perf_counter(), jax.random.key(F.seed)
-    batches = map(to_devices, training_batches(training, batch_size, F.seed, step, total))
+        f'{len(held_out)} held out | steps {start} to {total} of {F.batch_size} x {F.maxlen} '
+        f'tokens in {F.accum_steps} micro-batches\ncompiling')
+    clock, key = time.perf_counter(), jax.random.key(F.seed)
     next_step = train_step.lower(
-        model, optimizer, to_devices(np.zeros((batch_size, maxlen + 1), np.int32)), key,
-        vocab_size=tokenizer.n_vocab, accum_steps=accum_steps, dropout=F.dropout > 0).compile()
+        model, optimizer, to_devices(np.zeros((F.batch_size, F.maxlen + 1), np.int32)), key,
+        vocab_size=tokenizer.n_vocab, accum_steps=F.accum_steps, dropout=F.dropout > 0).compile()
     memory = next_step.memory_analysis()
-    state, more = memory.argument_size_in_bytes / 1e6, memory.temp_size_in_bytes / 1e6
-    say(f'compiled in {time.perf_counter() - began:.1f} s | each device holds {state:.1f} MB of '
-        f'parameters and optimizer state, and a step needs {more:.0f} MB more')
-    reference = (math.log(tokenizer.n_vocab), 'ln(vocabulary)') if data else (ENTROPY, 'entropy')
-    report = Report(workdir, step, total, batch_size * maxlen, schedule, *reference)
+    say(f'compiled in {time.perf_counter() - clock:.1f} s | MB a device: parameters and optimizer '
+        f'{memory.argument_size_in_bytes / 1e6:.1f}, step {memory.temp_size_in_bytes / 1e6:.0f}')
+    reference = ('ln(vocabulary)', math.log(tokenizer.n_vocab)) if data else ('entropy', ENTROPY)
+    report = Report(workdir, start, total, F.batch_size * F.maxlen, schedule, reference)
+    batches = map(to_devices, training_batches(training, F.batch_size, F.seed, start, total))
     due = lambda steps: steps and step % steps == 0
-    start, waited, clock = step, 0.0, time.perf_counter()
-    while True:
-        done, val_loss = step == total or bool(SIGNALS), None
-        if step == total or due(F.eval_every) and not SIGNALS:
+    for step in itertools.count(start):
+        stop = bool(SIGNALS) if alone else manager.reached_preemption(step)
+        done, val_loss = stop or step == total, None
+        if step == total or due(F.eval_every) and not stop:
             report.flush()
-            jax.block_until_ready(model)
-            began = time.perf_counter()
-            val_loss = evaluate(model, held_out, batch_size // accum_steps, tokenizer.n_vocab)
-            text, = generate_text(model, tokenizer, maxlen, 1, **options)
+            val_loss = evaluate(model, held_out, F.batch_size // F.accum_steps, tokenizer.n_vocab)
+            text, = generate_text(model, tokenizer, F.maxlen, 1, **values(F, SAMPLING))
             say(f'\n--- step {step}, validation loss {val_loss:.4f} ---\n{text}\n')
-            report.paused += time.perf_counter() - began
-        if done or due(F.checkpoint_every):
-            report.flush()
-            save_checkpoint(manager, step, config, model=model, optimizer=optimizer)
+            report.last = step - 1, time.perf_counter()
+        if step > start and (done or due(F.checkpoint_every)):
+            report.flush()   # which exits rather than let a state gone wrong be saved
+            save_checkpoint(manager, step, config, val_loss, done, model=model, optimizer=optimizer)
         if done:
-            report.pending = (step, {}, val_loss) if step == total else None
             break
         trace(step - start, F.profile_steps, str(workdir / 'profile'), model)
-        began = time.perf_counter()
-        batch = next(batches)
-        waited += time.perf_counter() - began
-        model, optimizer, metrics = next_step(model, optimizer, batch, key)
-        report.flush(timed=True)
-        if due(F.log_every) or val_loss is not None:
-            report.pending = step, metrics, val_loss
-        step += 1
-    report.flush()
-    share = waited / (time.perf_counter() - clock - report.paused)
+        model, optimizer, metrics = next_step(model, optimizer, next(batches), key)
+        report.add(step, metrics, val_loss, due(F.log_every) or val_loss is not None)
+    if step == total:
+        report.write(step, {}, val_loss)
     manager.close()
     say(f'step {step}: nothing to save' if step == 0 else f'step {step}: saved in {workdir}'
-        + '; the same command goes on from there' * (step < total) + f' | {share:.2%} input wait')
-    if SIGNALS:   # exit as a process does that the signal ended
-        sys.exit(128 + SIGNALS[0])
+        + '; the same command goes on from there' * (step < total))
+    if stop:   # exit as a process does that the signal ended
+        sys.exit(128 + (SIGNALS or [signal.SIGTERM])[0])
 
 def main(argv):
     """Trains or samples, as --mode says."""
+    F = flags.FLAGS
     sys.stdout.reconfigure(errors='replace')   # an ASCII terminal shows what it can
     logging.set_verbosity(logging.ERROR)
+    if F.coordinator:
+        address = None if F.coordinator == 'auto' else F.coordinator   # None: of TPU pod or Slurm
+        jax.distributed.initialize(address, F.num_processes, F.process_id)
     try:
-        (sample if flags.FLAGS.mode == 'sample' else train)(flags.FLAGS)
+        (sample if F.mode == 'sample' else train)(F)
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:

@@ -389,7 +389,7 @@ def test_one_compilation_serves_every_prompt():
 def test_a_prompt_that_leaves_no_room_is_refused():
     tokenizer, model = minigpt.load_tokenizer('bytes'), tiny_model(vocab_size=257)
     assert write(model, tokenizer, 'x' * 14, temperature=0.0)[0].startswith('x' * 14)
-    with pytest.raises(SystemExit, match='15 tokens; --maxlen=16 has room for 14'):
+    with pytest.raises(SystemExit, match='15 tokens, maxlen room for 14'):
         write(model, tokenizer, 'x' * 15)
 
 
@@ -430,7 +430,7 @@ def test_the_token_file_is_whole_or_absent_and_remade_when_text_or_tokenizer_cha
     path = write_text(tmp_path / 'my text.txt')
     ids, digest = tokens_of(path, tmp_path)
     made = sorted(tmp_path.glob('*.tokens'))
-    assert [file.name for file in made] == ['my text.txt.bytes.tokens']
+    assert [file.name.split('.')[:3] for file in made] == [['my text', 'txt', 'bytes']]
     stamp = made[0].stat().st_mtime_ns
     assert tokens_of(path, tmp_path) == (ids, digest) and made[0].stat().st_mtime_ns == stamp
     path.write_text('another text<|endoftext|>')
@@ -515,7 +515,7 @@ def test_meshes_that_do_not_fit_are_refused_in_one_line(text, devices, message):
     (['--num_heads=5'], r'--embed_dim=32 is not divisible by --num_heads=5: use 30 or 35'),
     (['--maxlen=1'], r'maxlen=1'),
     (['--batch_size=100000'], r'windows of 16 to train on, fewer than a batch of 100000'),
-    (['--prompt=Once upon a time there', '--tokenizer=bytes'], r'--prompt: 22 tokens; --maxlen=16 has room for 14'),
+    (['--prompt=Once upon a time there', '--tokenizer=bytes'], r'--prompt has 22 tokens, maxlen room for 14'),
     (['--mode=sample'], r'no checkpoint to sample from')])
 def test_bad_input_ends_in_one_line_before_anything_compiles(arguments, message, tmp_path, monkeypatch):
     monkeypatch.setattr(minigpt, 'create_model', lambda *_, **__: pytest.fail('it went on'))
@@ -529,7 +529,7 @@ def test_overwrite_deletes_nothing_before_all_is_checked_and_then_only_the_run(t
     path = write_text(tmp_path / 'text.txt')
     arguments = [f'--data={path}', '--batch_size=8', '--max_steps=2', '--mesh=1,1', '--overwrite']
     train(tmp_path, *arguments)
-    with pytest.raises(SystemExit, match='--prompt: 200 tokens'):
+    with pytest.raises(SystemExit, match='--prompt has 200 tokens'):
         train(tmp_path, *arguments, '--prompt=' + 'x' * 200)
     assert (tmp_path / 'checkpoints' / '2').is_dir() and path.exists()
     rows = train(tmp_path, *arguments, '--seed=1', '--max_steps=3')
@@ -564,7 +564,7 @@ def test_a_resumed_run_is_bit_for_bit_one_that_never_stopped(tmp_path):
         model = tiny_model('4,2', vocab_size=257, seed=9, dropout=0.1)
         optimizer, _ = minigpt.create_optimizer(model, 1e-3, 0, 9, 0.1, 1.0)
         manager = minigpt.open_checkpoints(tmp_path / run, 9, read_only=True)
-        minigpt.restore(manager, 8, model=model, optimizer=optimizer)
+        assert minigpt.restore(manager, model=model, optimizer=optimizer)[0] == 8
         states.append(jax.device_get(jax.tree.leaves((model, optimizer))))
     for a, b in zip(*states):
         np.testing.assert_array_equal(a, b)
@@ -580,8 +580,8 @@ def test_a_checkpoint_goes_on_on_another_mesh_and_names_what_may_not_change(tmp_
     stayed = list(csv.DictReader(open(tmp_path / 'a' / 'metrics.csv')))
     for a, b in zip(stayed[:6], moved[:6], strict=True):
         assert math.isclose(float(a['loss']), float(b['loss']), abs_tol=1e-5)
-    for change, message in [('--embed_dim=64', 'embed_dim=32, not 64'), ('--seed=1', 'seed=42, not 1'),
-                            ('--batch_size=16', 'batch_size=8, not 16')]:
+    for change, message in [('--embed_dim=64', 'embed_dim 32 -> 64'), ('--seed=1', 'seed 42 -> 1'),
+                            ('--batch_size=16', 'batch_size 8 -> 16')]:
         with pytest.raises(SystemExit, match=message):
             train(tmp_path / 'a', *arguments, '--mesh=8,1', change)
     capsys.readouterr()
@@ -601,7 +601,7 @@ def test_the_script_trains_samples_and_compiles_its_step_once(tmp_path):
     assert (workdir / 'loss.png').read_bytes().startswith(b'\x89PNG')
     assert float(rows[-1]['val_loss']) > minigpt.ENTROPY - 0.005
     assert 'simulated' in run.stdout and 'entropy' in run.stdout
-    assert 'each device holds' in run.stdout and 'input wait' in run.stdout
+    assert 'MB a device: parameters and optimizer' in run.stdout
     sample = cli('--mode=sample', '--prompt=One day', '--num_samples=2', cwd=tmp_path)
     assert sample.returncode == 0, sample.stderr
     assert sample.stdout.count('One day') == 2 and 'runs' not in sample.stdout
