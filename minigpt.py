@@ -16,7 +16,6 @@ heads, MLP and output layer (tensor parallel); --mesh alone chooses.
     Sampler      top-k sampling with a KV cache, in one compiled loop
     Checkpoint   saved in the background, restored onto any mesh
     Main         checks, set-up and the training loop
-
 Capitals in names are shapes: B batch, T time (tokens), S T+1 or cached tokens, D embed_dim,
 F feed_forward_dim, N heads, H head size, V vocabulary, C chunk of tokens, K top_k.
 It has no mixture of experts, no reinforcement learning and no server.
@@ -328,9 +327,8 @@ def choose_accum_steps(batch_size, maxlen, mesh):
     """Micro-batches a step. No timing decides, only shapes and mesh: a resume must repeat them."""
     # Tokens a device and micro-batch: on 2 CPU cores 8,192 took 1.2 times as long as 2,048.
     most = 65536 if mesh.devices.flat[0].platform != 'cpu' else max(512, 2048 // mesh.size)
-    rows = batch_size // mesh.shape['batch']
-    fits = lambda n: rows % n == 0 and rows // n * maxlen <= max(most, maxlen)
-    return next(filter(fits, range(1, rows + 1)))
+    B = batch_size // mesh.shape['batch']
+    return next(n for n in range(1, B + 1) if B % n == 0 and B // n * maxlen <= max(most, maxlen))
 
 # ---- Train step: the loss never holds all logits (B, T, V), and finds its gradients on the way ---
 CHUNK = 512   # tokens, about; from 128 to 2048 made no difference
@@ -400,7 +398,6 @@ def create_optimizer(model, peak, warmup_steps, total_steps, weight_decay, clip_
                    static_argnames=('vocab_size', 'accum_steps', 'dropout'))
 def train_step(model, optimizer, ids_BS, key, *, vocab_size, accum_steps, dropout):
     """One update; returns model, optimizer, and loss and gradient norm (before clipping)."""
-    # Modules are pytrees: jax.jit takes and returns them, at a fifth of nnx.jit's overhead.
     # Memory peaks at parameters, Adam's moments, gradients and one micro-batch's activations.
     whole, key = gather(model), jax.random.fold_in(key, optimizer.step[...])
     keep = lambda sum, grad: sum + jax.reshard(grad, jax.typeof(sum).sharding.spec)   # its part
@@ -585,7 +582,7 @@ def save_checkpoint(manager, step, config, val_loss=None, wait=False, **modules)
         if wait:
             manager.wait_until_finished()
     except Exception as error:   # a full disk, say: it comes as what a writer of Orbax's raised
-        sys.exit(f'{manager.directory}: step {step} not saved, earlier ones were: {error!r:.200}')
+        sys.exit(f'A save failed; {manager.directory} keeps the whole ones: {error!r:.300}')
 
 def restore(manager, **modules):
     """(step, configuration) of the newest whole checkpoint, or (0, None); fills the modules."""
@@ -676,57 +673,58 @@ def train(F):
     tokenizer = load_tokenizer(F.tokenizer, words)
     encode_prompt(tokenizer, F.prompt, F.maxlen)   # to fail before anything compiles
     ids, digest = load_tokens(data, tokenizer, workdir)
+    vocab_size = tokenizer.n_vocab
     training, held_out = split_windows(ids, F.maxlen, F.batch_size)
     total = F.max_steps = F.max_steps or len(training) * F.num_epochs // F.batch_size
     config = dict(settings={'data': digest} | values(F, FIXED + FREE), words=words)
     if F.overwrite and jax.process_index() == 0:   # now that all is checked
         shutil.rmtree(workdir / 'checkpoints', ignore_errors=True)
-    manager = open_checkpoints(workdir, F.keep)
-    start, saved = restore(manager)
-    check_resume(workdir, start, (saved or config)['settings'], config['settings'])
-    if start >= total:
-        return say(f'{workdir} is finished at step {start}: raise --max_steps, or --overwrite it.')
-    alone = jax.process_count() == 1   # if not, JAX hears SIGTERM and agrees on the step to stop at
-    for number in (signal.SIGINT, signal.SIGTERM)[:1 + alone]:
-        signal.signal(number, on_signal)
-    model = create_model(F.seed, tokenizer.n_vocab, F.dtype, **values(F, SIZES))
-    optimizer, schedule = create_optimizer(
-        model, F.learning_rate, F.warmup_steps, total, F.weight_decay, F.clip_norm)
-    start, _ = restore(manager, model=model, optimizer=optimizer)
-    say(f'{sum(a.size for a in jax.tree.leaves(model)):,} parameters | {len(training):,} windows, '
-        f'{len(held_out)} held out | steps {start} to {total} of {F.batch_size} x {F.maxlen} '
-        f'tokens in {F.accum_steps} micro-batches\ncompiling')
-    clock, key = time.perf_counter(), jax.random.key(F.seed)
-    next_step = train_step.lower(
-        model, optimizer, to_devices(np.zeros((F.batch_size, F.maxlen + 1), np.int32)), key,
-        vocab_size=tokenizer.n_vocab, accum_steps=F.accum_steps, dropout=F.dropout > 0).compile()
-    memory = next_step.memory_analysis()
-    say(f'compiled in {time.perf_counter() - clock:.1f} s | MB a device: parameters and optimizer '
-        f'{memory.argument_size_in_bytes / 1e6:.1f}, step {memory.temp_size_in_bytes / 1e6:.0f}')
-    reference = ('ln(vocabulary)', math.log(tokenizer.n_vocab)) if data else ('entropy', ENTROPY)
-    report = Report(workdir, start, total, F.batch_size * F.maxlen, schedule, reference)
-    batches = map(to_devices, training_batches(training, F.batch_size, F.seed, start, total))
-    due = lambda steps: steps and step % steps == 0
-    for step in itertools.count(start):
-        stop = bool(SIGNALS) if alone else manager.reached_preemption(step)
-        done, val_loss = stop or step == total, None
-        if step == total or due(F.eval_every) and not stop:
-            report.flush()
-            val_loss = evaluate(model, held_out, F.batch_size // F.accum_steps, tokenizer.n_vocab)
-            text, = generate_text(model, tokenizer, F.maxlen, 1, **values(F, SAMPLING))
-            say(f'\n--- step {step}, validation loss {val_loss:.4f} ---\n{text}\n')
-            report.last = step - 1, time.perf_counter()
-        if step > start and (done or due(F.checkpoint_every)):
-            report.flush()   # which exits rather than let a state gone wrong be saved
-            save_checkpoint(manager, step, config, val_loss, done, model=model, optimizer=optimizer)
-        if done:
-            break
-        trace(step - start, F.profile_steps, str(workdir / 'profile'), model)
-        model, optimizer, metrics = next_step(model, optimizer, next(batches), key)
-        report.add(step, metrics, val_loss, due(F.log_every) or val_loss is not None)
-    if step == total:
-        report.write(step, {}, val_loss)
-    manager.close()
+    with open_checkpoints(workdir, F.keep) as manager:   # at the end it waits for the last save
+        start, saved = restore(manager)
+        check_resume(workdir, start, (saved or config)['settings'], config['settings'])
+        if start >= total:
+            return say(f'{workdir} is finished at step {start}: raise --max_steps, or --overwrite.')
+        alone = jax.process_count() == 1   # else JAX hears SIGTERM and stops all at one step
+        for number in (signal.SIGINT, signal.SIGTERM)[:1 + alone]:
+            signal.signal(number, on_signal)
+        model = create_model(F.seed, vocab_size, F.dtype, **values(F, SIZES))
+        optimizer, schedule = create_optimizer(
+            model, F.learning_rate, F.warmup_steps, total, F.weight_decay, F.clip_norm)
+        start, _ = restore(manager, model=model, optimizer=optimizer)
+        say(f'{sum(a.size for a in jax.tree.leaves(model)):,} parameters | {len(training):,} '
+            f'windows, {len(held_out)} held out | steps {start} to {total} of {F.batch_size} x '
+            f'{F.maxlen} tokens in {F.accum_steps} micro-batches\ncompiling')
+        clock, key = time.perf_counter(), jax.random.key(F.seed)
+        next_step = train_step.lower(
+            model, optimizer, to_devices(np.zeros((F.batch_size, F.maxlen + 1), np.int32)), key,
+            vocab_size=vocab_size, accum_steps=F.accum_steps, dropout=F.dropout > 0).compile()
+        used = next_step.memory_analysis()
+        say(f'compiled in {time.perf_counter() - clock:.1f} s | MB a device: weights and optimizer '
+            f'{used.argument_size_in_bytes / 1e6:.1f}, step {used.temp_size_in_bytes / 1e6:.0f}')
+        reference = ('ln(vocabulary)', math.log(vocab_size)) if data else ('entropy', ENTROPY)
+        report = Report(workdir, start, total, F.batch_size * F.maxlen, schedule, reference)
+        batches = map(to_devices, training_batches(training, F.batch_size, F.seed, start, total))
+        due = lambda steps: steps and step % steps == 0
+        for step in itertools.count(start):
+            stop = bool(SIGNALS) if alone else manager.reached_preemption(step)
+            done, val_loss = stop or step == total, None
+            if step == total or due(F.eval_every) and not stop:
+                report.flush()
+                val_loss = evaluate(model, held_out, F.batch_size // F.accum_steps, vocab_size)
+                text, = generate_text(model, tokenizer, F.maxlen, 1, **values(F, SAMPLING))
+                say(f'\n--- step {step}, validation loss {val_loss:.4f} ---\n{text}\n')
+                report.last = step - 1, time.perf_counter()
+            if step > start and (done or due(F.checkpoint_every)):
+                report.flush()   # which exits rather than let a state gone wrong be saved
+                save_checkpoint(
+                    manager, step, config, val_loss, done, model=model, optimizer=optimizer)
+            if done:
+                break
+            trace(step - start, F.profile_steps, str(workdir / 'profile'), model)
+            model, optimizer, metrics = next_step(model, optimizer, next(batches), key)
+            report.add(step, metrics, val_loss, due(F.log_every) or val_loss is not None)
+        if step == total:
+            report.write(step, {}, val_loss)
     say(f'step {step}: nothing to save' if step == 0 else f'step {step}: saved in {workdir}'
         + '; the same command goes on from there' * (step < total))
     if stop:   # exit as a process does that the signal ended
@@ -736,7 +734,8 @@ def main(argv):
     """Trains or samples, as --mode says."""
     F = flags.FLAGS
     sys.stdout.reconfigure(errors='replace')   # an ASCII terminal shows what it can
-    logging.set_verbosity(logging.ERROR)
+    logging.set_verbosity(logging.FATAL)       # Orbax logs what it raises as well, and its threads
+    sys.unraisablehook = lambda _: None        # print it
     if F.coordinator:
         address = None if F.coordinator == 'auto' else F.coordinator   # None: of TPU pod or Slurm
         jax.distributed.initialize(address, F.num_processes, F.process_id)
@@ -745,7 +744,7 @@ def main(argv):
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:
-        sys.exit(f'{error.filename or "a file"}: {error.strerror or error}')
+        sys.exit(f'{error.filename or "writing the run"}: {error.strerror or error}')
 
 if __name__ == '__main__':
     app.run(main, flags_parser=parse_flags)

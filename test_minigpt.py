@@ -8,9 +8,17 @@ import csv
 import math
 import os
 import pathlib
+import pickle
+import random
+import re
+import resource
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 
 # The programs are tiny and compiling them is what takes time, so each is compiled once and lightly.
 CACHE = tempfile.TemporaryDirectory()
@@ -84,6 +92,22 @@ def train(workdir, *arguments):
 def cli(*arguments, cwd=None, **env):
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], cwd=cwd, capture_output=True,
                           text=True, timeout=600, env=os.environ | env)
+
+
+def start(*arguments):
+    """The script as a process of its own, whose output collects in pipes."""
+    return subprocess.Popen([sys.executable, str(SCRIPT), *arguments], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True)
+
+
+def wait_until(process, happened):
+    """Waits for a condition while the process runs; False if it ended without."""
+    deadline = time.time() + 300
+    while not happened():
+        if process.poll() is not None or time.time() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
 
 
 def write_text(path, stories=60, seed=0):
@@ -547,39 +571,233 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path):
 
 # ---- Whole runs ---------------------------------------------------------------------------------
 
-def test_a_resumed_run_is_bit_for_bit_one_that_never_stopped(tmp_path):
-    path = write_text(tmp_path / 'text.txt')
-    arguments = [f'--data={path}', '--mesh=4,2', '--batch_size=16', '--accum_steps=2', '--dropout=0.1',
-                 '--max_steps=8', '--checkpoint_every=3', '--eval_every=4', '--log_every=1', '--keep=9']
-    whole = train(tmp_path / 'whole', *arguments)
-    minigpt.shutil.copytree(tmp_path / 'whole', tmp_path / 'stopped')
-    checkpoints = tmp_path / 'stopped' / 'checkpoints'
-    for step in (6, 8):   # as if it had been killed before the second checkpoint
-        minigpt.shutil.rmtree(checkpoints / str(step))
-    stopped = train(tmp_path / 'stopped', *arguments)
-    drop_rate = lambda rows: [{k: v for k, v in row.items() if k != 'tokens_per_s'} for row in rows]
-    assert drop_rate(stopped) == drop_rate(whole) and len(whole) == 9
-    states = []
-    for run in ('whole', 'stopped'):
-        model = tiny_model('4,2', vocab_size=257, seed=9, dropout=0.1)
-        optimizer, _ = minigpt.create_optimizer(model, 1e-3, 0, 9, 0.1, 1.0)
-        manager = minigpt.open_checkpoints(tmp_path / run, 9, read_only=True)
-        assert minigpt.restore(manager, model=model, optimizer=optimizer)[0] == 8
-        states.append(jax.device_get(jax.tree.leaves((model, optimizer))))
-    for a, b in zip(*states):
+LONG = [*TINY, '--tokenizer=bytes', '--prompt=the', '--batch_size=16', '--accum_steps=2', '--dropout=0.1',
+        '--max_steps=20', '--checkpoint_every=3', '--eval_every=5', '--log_every=1', '--keep=9']
+
+
+@pytest.fixture(scope='module')
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp('text') / 'text.txt')   # 20 steps are two epochs of it
+
+
+@pytest.fixture(scope='module')
+def never_stopped(text, tmp_path_factory):
+    """{mesh: workdir} of runs that nothing stops, made when they are asked for."""
+    class Runs(dict):
+        def __missing__(self, mesh):
+            self[mesh] = tmp_path_factory.mktemp('whole')
+            train(self[mesh], *LONG, f'--data={text}', f'--mesh={mesh}')
+            return self[mesh]
+    return Runs()
+
+
+def state_of(workdir, mesh='1,1', step=20):
+    """All arrays of a run's checkpoint."""
+    model = tiny_model(mesh, vocab_size=257, seed=9, dropout=0.1)
+    optimizer, _ = minigpt.create_optimizer(model, 1e-3, 0, 9, 0.1, 1.0)
+    manager = minigpt.open_checkpoints(pathlib.Path(workdir), 9, read_only=True)
+    assert minigpt.restore(manager, model=model, optimizer=optimizer)[0] == step
+    return jax.device_get(jax.tree.leaves((model, optimizer)))
+
+
+def rows_of(workdir):
+    """metrics.csv without its clock."""
+    with open(pathlib.Path(workdir) / 'metrics.csv') as file:
+        return [{k: v for k, v in row.items() if k != 'tokens_per_s'} for row in csv.DictReader(file)]
+
+
+def assert_same_run(found, true, mesh='1,1'):
+    assert rows_of(found) == rows_of(true) and len(rows_of(found)) == 21
+    for a, b in zip(state_of(found, mesh), state_of(true, mesh), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_resumed_run_is_bit_for_bit_one_that_never_stopped(text, never_stopped, tmp_path):
+    whole, stopped = never_stopped['4,2'], tmp_path / 'stopped'
+    shutil.copytree(whole, stopped)
+    for step in (12, 15, 18, 20):   # as if it had been killed after step 9
+        shutil.rmtree(stopped / 'checkpoints' / str(step))
+    train(stopped, *LONG, f'--data={text}', '--mesh=4,2')
+    assert_same_run(stopped, whole)
+
+
+def test_a_process_killed_inside_a_save_goes_on_exactly(text, never_stopped, tmp_path):
+    arguments = [*LONG, f'--data={text}', '--mesh=4,2', f'--workdir={tmp_path}']
+    process = start(*arguments)
+    checkpoints = tmp_path / 'checkpoints'
+    saving = lambda: list(checkpoints.glob('*tmp*')) and (checkpoints / '6').exists()
+    assert wait_until(process, saving), process.communicate()
+    process.kill()
+    process.wait()
+    assert list(checkpoints.glob('*tmp*')) and not (checkpoints / '20').exists()
+    again = cli(*arguments)
+    assert again.returncode == 0, again.stderr
+    assert not list(checkpoints.glob('*tmp*'))
+    assert_same_run(tmp_path, never_stopped['4,2'])
+
+
+def test_sigterm_saves_and_the_same_command_goes_on_exactly(text, never_stopped, tmp_path):
+    arguments = [*LONG, f'--data={text}', '--mesh=4,2', f'--workdir={tmp_path}', '--checkpoint_every=0']
+    process = start(*arguments)
+    assert wait_until(process, (tmp_path / 'metrics.csv').exists), process.communicate()
+    assert wait_until(process, lambda: len(rows_of(tmp_path)) > 2), process.communicate()
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 143 and 'Traceback' not in err, err
+    step, = (int(folder.name) for folder in (tmp_path / 'checkpoints').iterdir())
+    assert step < 20 and f'step {step}: saved in {tmp_path}; the same command goes on' in out
+    again = cli(*arguments)
+    assert again.returncode == 0 and f'steps {step} to 20' in again.stdout, again.stderr
+    assert_same_run(tmp_path, never_stopped['4,2'])
+
+
+def test_two_processes_are_one_and_a_signal_to_one_stops_both(text, never_stopped, tmp_path):
+    def start_both():
+        with socket.socket() as free:
+            free.bind(('localhost', 0))
+            address = f'localhost:{free.getsockname()[1]}'
+        return [start(*LONG, f'--data={text}', '--mesh=4,2', f'--workdir={tmp_path}', '--num_processes=2',
+                      f'--coordinator={address}', f'--process_id={i}') for i in range(2)]
+
+    first, second = start_both()
+    assert wait_until(first, (tmp_path / 'metrics.csv').exists), first.communicate()
+    assert wait_until(first, lambda: len(rows_of(tmp_path)) > 2), first.communicate()
+    second.send_signal(signal.SIGTERM)
+    (out, err), (silent, _) = [process.communicate(timeout=200) for process in (first, second)]
+    assert (first.returncode, second.returncode) == (143, 143), err
+    assert 'saved in' in out
+    assert [line for line in silent.splitlines() if '[Gloo]' not in line] == []   # a library's own
+    steps = [int(folder.name) for folder in (tmp_path / 'checkpoints').iterdir()]
+    assert f'step {max(steps)}: saved in' in out and max(steps) < 20
+    pair = start_both()
+    (out, err), _ = [process.communicate(timeout=200) for process in pair]
+    assert [process.returncode for process in pair] == [0, 0], err
+    assert f'steps {max(steps)} to 20' in out
+    found, true = rows_of(tmp_path), rows_of(never_stopped['4,2'])
+    assert [row['step'] for row in found] == [row['step'] for row in true]
+    for a, b in zip(found, true):
+        for name in ('loss', 'val_loss'):
+            assert a[name] == b[name] == '' or math.isclose(float(a[name]), float(b[name]), abs_tol=1e-5)
+
+
+def test_a_disk_that_is_full_is_one_line_and_leaves_the_older_checkpoints_whole(text, never_stopped, tmp_path):
+    shutil.copytree(never_stopped['4,2'], tmp_path, dirs_exist_ok=True)
+    before = state_of(tmp_path)
+    process = start(*LONG, f'--data={text}', '--mesh=4,2', f'--workdir={tmp_path}', '--max_steps=24',
+                    '--checkpoint_every=2', '--eval_every=0')
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))   # bytes in any one file
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 1 and err.splitlines()[-1].startswith('A save failed'), err
+    assert 'Traceback' not in err, err
+    for a, b in zip(state_of(tmp_path), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize('place', ['run', 'run/checkpoints', 'run/metrics.csv/x'])
+def test_a_file_or_folder_in_the_way_is_one_line(text, tmp_path, place):
+    (tmp_path / place).parent.mkdir(exist_ok=True, parents=True)
+    (tmp_path / place).write_text('mine')
+    with pytest.raises(SystemExit, match='run.*(Not a directory|File exists|Is a directory)') as error:
+        parse(*LONG, f'--data={text}', '--mesh=1,1', f'--workdir={tmp_path / "run"}')
+        minigpt.main([])
+    assert '\n' not in str(error.value) and (tmp_path / place).read_text() == 'mine'
+
+
+def flip_a_byte(folder):
+    """Flips one bit in the middle of the largest file, where the arrays are."""
+    path = max((p for p in folder.rglob('*') if p.is_file()), key=lambda p: p.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(folder):
+    path = max((p for p in folder.rglob('*') if p.is_file()), key=lambda p: p.stat().st_size)
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+@pytest.mark.parametrize('damage', [flip_a_byte, truncate, lambda folder: shutil.rmtree(folder / 'config')])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(damage, text, never_stopped, tmp_path, capsys):
+    whole, run = never_stopped['4,2'], tmp_path / 'run'
+    shutil.copytree(whole, run)
+    shutil.rmtree(run / 'checkpoints' / '20')
+    damage(run / 'checkpoints' / '18')
+    state_of(run, step=15)
+    assert f'{run}/checkpoints/18 is damaged' in capsys.readouterr().err
+    train(run, *LONG, f'--data={text}', '--mesh=4,2')
+    assert_same_run(run, whole)
+    shutil.rmtree(run / 'checkpoints' / '20')
+    state_of(run, step=18)   # which was made anew
+    for folder in (run / 'checkpoints').iterdir():
+        damage(folder)
+    with pytest.raises(SystemExit, match='all damaged'):
+        train(run, *LONG, f'--data={text}', '--mesh=4,2', '--max_steps=21')
+
+
+def test_bit_sums_are_those_of_numpy_on_every_mesh():
+    for mesh in ('1,1', '4,2'):
+        model = tiny_model(mesh)
+        true = [int(np.asarray(a).view(np.uint32).sum(dtype=np.uint64)) % 2**32 for a in jax.tree.leaves(model)]
+        assert minigpt.bit_sums(model) == true
+
+
+def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
+    minigpt.create_mesh('1,1')
+    manager = minigpt.open_checkpoints(tmp_path, keep=2)
+    module = minigpt.nnx.Dict(zeros=minigpt.nnx.Param(jnp.zeros(3)))
+    for step, loss in enumerate([3.0, 1.0, None, 2.0, None, 4.0, 5.0]):
+        minigpt.save_checkpoint(manager, step, {}, loss and np.float32(loss), module=module)
+    manager.close()
+    assert {folder.name for folder in (tmp_path / 'checkpoints').iterdir()} == {'1', '5', '6'}
+
+
+def test_opening_checkpoints_and_token_files_unpickles_nothing(text, never_stopped, monkeypatch, tmp_path):
+    whole = never_stopped['4,2']
+    tokenizer = minigpt.load_tokenizer('bytes')
+    minigpt.load_tokens(text, tokenizer, tmp_path)
+    for name in ('load', 'loads', 'Unpickler'):
+        monkeypatch.setattr(pickle, name, lambda *_, **__: pytest.fail('something was unpickled'))
+    state_of(whole)
+    minigpt.load_tokens(text, tokenizer, tmp_path)
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    model = tiny_model('4,2')
+    model.output_layer[...] = model.output_layer[...] * 1e38
+    optimizer, _ = minigpt.create_optimizer(model, 1e-3, 0, 9, 0.1, 1.0)
+    before = jax.device_get(jax.tree.leaves((model, optimizer)))
+    model, optimizer, metrics = minigpt.train_step(
+        model, optimizer, minigpt.to_devices(random_ids((8, 17))), jax.random.key(0),
+        vocab_size=VOCAB, accum_steps=2, dropout=False)
+    assert not np.isfinite(metrics['loss'] + metrics['grad_norm'])
+    for a, b in zip(jax.tree.leaves((model, optimizer)), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_run_that_is_not_finite_names_the_step_and_saves_nothing_after_it(text, tmp_path):
+    arguments = [*LONG, f'--data={text}', '--mesh=1,1', '--learning_rate=1e30', '--warmup_steps=0']
+    with pytest.raises(SystemExit, match=r'step [1-3] was not applied, nor saved: .*(nan|inf)'):
+        train(tmp_path, *arguments, '--log_every=9', '--checkpoint_every=4', '--eval_every=0')
+    assert not list((tmp_path / 'checkpoints').glob('[0-9]*'))
+    run = cli(*arguments, '--log_every=99', '--checkpoint_every=1', '--eval_every=0', f'--workdir={tmp_path}')
+    assert run.returncode == 1   # seen at a checkpoint, before any log line
+    assert re.fullmatch(r'step [1-3] was not applied, nor saved: .*', run.stderr.strip())
+    saved = [int(folder.name) for folder in (tmp_path / 'checkpoints').iterdir()]
+    assert saved and all(np.isfinite(a).all() for a in state_of(tmp_path, step=max(saved)))
 
 
 def test_a_checkpoint_goes_on_on_another_mesh_and_names_what_may_not_change(tmp_path, capsys):
     path = write_text(tmp_path / 'text.txt')
     arguments = [f'--data={path}', '--batch_size=8', '--max_steps=6', '--log_every=1']
-    train(tmp_path / 'a', *arguments, '--mesh=8,1', '--checkpoint_every=3', '--accum_steps=1')
-    minigpt.shutil.copytree(tmp_path / 'a', tmp_path / 'b')
-    minigpt.shutil.rmtree(tmp_path / 'b' / 'checkpoints' / '6')
-    moved = train(tmp_path / 'b', *arguments, '--mesh=2,4', '--accum_steps=1')
+    arguments += ['--accum_steps=1', '--checkpoint_every=3']
+    train(tmp_path / 'a', *arguments, '--mesh=8,1')
+    shutil.copytree(tmp_path / 'a', tmp_path / 'b')
+    shutil.rmtree(tmp_path / 'b' / 'checkpoints' / '6')
+    moved = train(tmp_path / 'b', *arguments, '--mesh=2,4')
     stayed = list(csv.DictReader(open(tmp_path / 'a' / 'metrics.csv')))
     for a, b in zip(stayed[:6], moved[:6], strict=True):
         assert math.isclose(float(a['loss']), float(b['loss']), abs_tol=1e-5)
+    assert 'from step 3 on: mesh 8,1 -> 2,4\n' in capsys.readouterr().out
     for change, message in [('--embed_dim=64', 'embed_dim 32 -> 64'), ('--seed=1', 'seed 42 -> 1'),
                             ('--batch_size=16', 'batch_size 8 -> 16')]:
         with pytest.raises(SystemExit, match=message):
@@ -601,7 +819,7 @@ def test_the_script_trains_samples_and_compiles_its_step_once(tmp_path):
     assert (workdir / 'loss.png').read_bytes().startswith(b'\x89PNG')
     assert float(rows[-1]['val_loss']) > minigpt.ENTROPY - 0.005
     assert 'simulated' in run.stdout and 'entropy' in run.stdout
-    assert 'MB a device: parameters and optimizer' in run.stdout
+    assert 'MB a device: weights and optimizer' in run.stdout
     sample = cli('--mode=sample', '--prompt=One day', '--num_samples=2', cwd=tmp_path)
     assert sample.returncode == 0, sample.stderr
     assert sample.stdout.count('One day') == 2 and 'runs' not in sample.stdout
