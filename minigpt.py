@@ -470,10 +470,10 @@ class Report:
         """A log line and a row of metrics.csv."""
         row, line = dict.fromkeys(COLUMNS, '') | {'step': step}, f'step {step}/{self.total}'
         if metrics:
+            now = time.perf_counter()
             row |= metrics | {'learning_rate': np.float32(self.schedule(step))}
             line += ' | loss {loss:.4f} | grad {grad_norm:.2f} | lr {learning_rate:.1e}'
             line = line.format(**row)
-            now = time.perf_counter()
             rate = (step - self.last[0]) * self.batch_tokens / (now - self.last[1])
             left = datetime.timedelta(seconds=(self.total - step) * self.batch_tokens // rate)
             line += f' | {rate / 1e3:.2f}k tok/s | eta {left}'

@@ -1,6 +1,7 @@
 """What minigpt promises, each promise checked against something that is not minigpt's code.
 
     python -m pytest
+    MINIGPT_SLOW=1 python -m pytest   # and the full matrix of kills and signals
 
 Eight devices are simulated on the CPU and the models are tiny; no network is used.
 """
@@ -651,33 +652,110 @@ def test_sigterm_saves_and_the_same_command_goes_on_exactly(text, never_stopped,
     assert_same_run(tmp_path, never_stopped['4,2'])
 
 
-def test_two_processes_are_one_and_a_signal_to_one_stops_both(text, never_stopped, tmp_path):
-    def start_both():
-        with socket.socket() as free:
-            free.bind(('localhost', 0))
-            address = f'localhost:{free.getsockname()[1]}'
-        return [start(*LONG, f'--data={text}', '--mesh=4,2', f'--workdir={tmp_path}', '--num_processes=2',
-                      f'--coordinator={address}', f'--process_id={i}') for i in range(2)]
+def start_pair(text, workdir):
+    """Two processes that train together, four devices each."""
+    with socket.socket() as free:
+        free.bind(('localhost', 0))
+        address = f'localhost:{free.getsockname()[1]}'
+    return [start(*LONG, f'--data={text}', '--mesh=4,2', f'--workdir={workdir}', '--num_processes=2',
+                  f'--coordinator={address}', f'--process_id={i}') for i in range(2)]
 
-    first, second = start_both()
+
+def assert_near(found, true):
+    """The same rows, with losses that differ by rounding."""
+    assert [row['step'] for row in found] == [row['step'] for row in true]
+    for a, b in zip(found, true):
+        for name in ('loss', 'val_loss'):
+            assert a[name] == b[name] == '' or math.isclose(float(a[name]), float(b[name]), abs_tol=1e-5)
+
+
+def test_two_processes_are_one_and_a_signal_to_one_stops_both(text, never_stopped, tmp_path):
+    first, second = start_pair(text, tmp_path)
     assert wait_until(first, (tmp_path / 'metrics.csv').exists), first.communicate()
     assert wait_until(first, lambda: len(rows_of(tmp_path)) > 2), first.communicate()
     second.send_signal(signal.SIGTERM)
     (out, err), (silent, _) = [process.communicate(timeout=200) for process in (first, second)]
     assert (first.returncode, second.returncode) == (143, 143), err
-    assert 'saved in' in out
     assert [line for line in silent.splitlines() if '[Gloo]' not in line] == []   # a library's own
-    steps = [int(folder.name) for folder in (tmp_path / 'checkpoints').iterdir()]
-    assert f'step {max(steps)}: saved in' in out and max(steps) < 20
-    pair = start_both()
+    step = max(int(folder.name) for folder in (tmp_path / 'checkpoints').iterdir())
+    assert f'step {step}: saved in' in out and step < 20
+    pair = start_pair(text, tmp_path)
     (out, err), _ = [process.communicate(timeout=200) for process in pair]
     assert [process.returncode for process in pair] == [0, 0], err
-    assert f'steps {max(steps)} to 20' in out
-    found, true = rows_of(tmp_path), rows_of(never_stopped['4,2'])
-    assert [row['step'] for row in found] == [row['step'] for row in true]
-    for a, b in zip(found, true):
-        for name in ('loss', 'val_loss'):
-            assert a[name] == b[name] == '' or math.isclose(float(a[name]), float(b[name]), abs_tol=1e-5)
+    assert f'steps {step} to 20' in out
+    assert_near(rows_of(tmp_path), rows_of(never_stopped['4,2']))
+
+
+slow = pytest.mark.skipif('MINIGPT_SLOW' not in os.environ, reason='MINIGPT_SLOW=1 runs it')
+
+
+@slow
+@pytest.mark.parametrize('mesh', MESHES)
+def test_a_run_killed_four_times_at_random_moments_loses_nothing(mesh, text, never_stopped, tmp_path):
+    arguments = [*LONG, f'--data={text}', f'--mesh={mesh}', f'--workdir={tmp_path}']
+    rng = random.Random(mesh)
+    checkpoints = tmp_path / 'checkpoints'
+    count = lambda: len([folder for folder in checkpoints.glob('*') if folder.name.isdigit()])
+    for phase in ('any', 'save', 'step', 'save'):
+        process, before = start(*arguments), count()
+        if phase == 'any':       # imports, data, compilation
+            wait_until(process, lambda until=time.time() + rng.uniform(0, 8): time.time() > until)
+        elif phase == 'save':    # the next save or the one after it
+            more = before + rng.randint(0, 1)
+            wait_until(process, lambda: count() >= more and list(checkpoints.glob('*tmp*')))
+            time.sleep(rng.uniform(0, 0.05))
+        else:                    # a step or an evaluation
+            began = time.time()
+            wait_until(process, lambda: (tmp_path / 'metrics.csv').exists()
+                       and (tmp_path / 'metrics.csv').stat().st_mtime > began)
+            time.sleep(rng.uniform(0, 0.2))
+        process.kill()
+        assert process.wait() == -signal.SIGKILL   # it was still at work
+        print(f'{mesh}: killed in {phase}, {count()} checkpoints, {before} before, '
+              f'{len(list(checkpoints.glob("*tmp*")))} half-written')
+    again = cli(*arguments)
+    assert again.returncode == 0, again.stderr
+    assert not list(checkpoints.glob('*tmp*'))
+    assert_same_run(tmp_path, never_stopped[mesh])
+
+
+@slow
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize('phase', ['compile', 'step', 'evaluation', 'save'])
+def test_a_signal_in_any_phase_stops_politely(number, phase, text, never_stopped, tmp_path):
+    arguments = [*LONG, f'--data={text}', '--mesh=2,4', f'--workdir={tmp_path}']
+    process = start(*arguments)
+    words = {'compile': 'compiling', 'step': 'step 6/', 'evaluation': 'step 9/', 'save': 'step 10/'}
+    for line in process.stdout:
+        if line.startswith(words[phase]):
+            break
+    if phase == 'save':
+        assert wait_until(process, lambda: list((tmp_path / 'checkpoints').glob('*tmp*')))
+    began = time.time()
+    process.send_signal(number)
+    out, err = process.communicate(timeout=100)
+    print(f'{signal.Signals(number).name} in {phase}: stopped after {time.time() - began:.1f} s')
+    assert process.returncode == 128 + number and 'Traceback' not in err, err
+    assert 'stopping after this step' in err
+    assert ('nothing to save' in out) == (phase == 'compile')
+    again = cli(*arguments)
+    assert again.returncode == 0, again.stderr
+    assert_same_run(tmp_path, never_stopped['2,4'])
+
+
+@slow
+@pytest.mark.parametrize('victim', [0, 1])
+def test_a_killed_process_ends_the_other_and_both_go_on(victim, text, never_stopped, tmp_path):
+    pair = start_pair(text, tmp_path)
+    assert wait_until(pair[0], (tmp_path / 'metrics.csv').exists), pair[0].communicate()
+    pair[victim].kill()
+    began = time.time()
+    pair[1 - victim].communicate(timeout=300)
+    print(f'process {victim} killed: the other one ended after {time.time() - began:.0f} s')
+    assert pair[1 - victim].returncode != 0
+    pair = start_pair(text, tmp_path)
+    assert [process.wait(timeout=300) for process in pair] == [0, 0]
+    assert_near(rows_of(tmp_path), rows_of(never_stopped['4,2']))
 
 
 def test_a_disk_that_is_full_is_one_line_and_leaves_the_older_checkpoints_whole(text, never_stopped, tmp_path):
