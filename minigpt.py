@@ -21,7 +21,7 @@ F feed_forward_dim, N heads, H head size, V vocabulary, C chunk of tokens, K top
 It has no mixture of experts, no reinforcement learning and no server.
 """
 import collections, contextlib, datetime, functools, glob, hashlib, itertools, math, os
-import pathlib, random, re, shutil, signal, sys, time
+import pathlib, random, re, signal, sys, time
 import grain, jax, matplotlib.figure, optax, tiktoken
 import jax.numpy as jnp, numpy as np, orbax.checkpoint as ocp
 from absl import app, flags, logging
@@ -248,7 +248,6 @@ def load_tokens(data, tokenizer, workdir):
     path = folder / f'{data.name if data else "grammar"}.{tokenizer.name}.{source}.tokens'
     dtype = np.uint16 if tokenizer.n_vocab <= 1 << 16 else np.uint32
     if jax.process_index() == 0 and not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_tokens(path, file_stories(data) if data else grammar_stories(), tokenizer, dtype)
     while not path.exists():   # process 0 writes it
         time.sleep(1)
@@ -301,9 +300,8 @@ def mesh_shape(text, devices, simulated):
 def create_mesh(text, processes=1):
     """Makes the mesh of --mesh the current one. Explicit axes: shardings are part of types."""
     wanted = math.prod(int(n) or 1 for n in re.findall(r'\d+', text.replace('-1', ''))) // processes
-    if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
-        with contextlib.suppress(RuntimeError):   # JAX has begun, with the devices that it has
-            jax.config.update('jax_num_cpu_devices', max(wanted, jax.config.jax_num_cpu_devices))
+    with contextlib.suppress(RuntimeError):   # JAX has begun, with the devices that it has
+        jax.config.update('jax_num_cpu_devices', max(wanted, jax.config.jax_num_cpu_devices))
     shape = mesh_shape(text, jax.device_count(), jax.default_backend() == 'cpu' and processes == 1)
     mesh = jax.make_mesh(shape, ('batch', 'model'), devices=jax.devices()[:math.prod(shape)],
                          axis_types=(jax.sharding.AxisType.Explicit,) * 2)
@@ -336,14 +334,13 @@ def token_losses(x_BTD, w_VD, y_BT, vocab_size):
     """Softmax cross-entropy with logits x @ w.T: (losses, dx, dw), gradients of the losses' sum.
 
     Losses are (B, T), float32, nats. Each device of the `model` axis holds some rows of w; pmax and
-    psum put the softmax together (Megatron-LM, arXiv:1909.08053). Rows from vocab_size on are no
-    tokens. Where only the losses are used, the compiler drops the gradients.
+    psum put the softmax together (Megatron-LM, arXiv:1909.08053). Unused gradients cost nothing.
     """
     def local(x_BTD, w_VD, y_BT):
         (rows, D), n = w_VD.shape, y_BT.size
         size = min((c for c in range(1, n + 1) if n % c == 0), key=lambda c: abs(c - CHUNK))
         first = jax.lax.axis_index('model') * rows
-        real_V = first + jnp.arange(rows) < vocab_size
+        real_V = first + jnp.arange(rows) < vocab_size   # the others are padding
         at_BT = jnp.where((y_BT >= first) & (y_BT < first + rows), y_BT - first, rows)   # rows: out
         kernel_VD = w_VD.astype(x_BTD.dtype)
         def chunk(dw_VD, x_and_at):
@@ -446,8 +443,8 @@ class Report:
         self.path, self.total, self.batch_tokens = workdir / 'metrics.csv', total, batch_tokens
         self.schedule, self.reference = schedule, reference   # ('entropy', nats a token)
         self.unread, self.last = [], (start - 1, time.perf_counter())   # last step timed, its end
-        rows = self.path.read_text().splitlines()[1:] if self.path.exists() else []
-        rows = [row for row in rows if row.count(',') == 5 and int(row.split(',')[0]) < start]
+        rows = self.path.read_text(errors='replace').split('\n') if self.path.exists() else []
+        rows = [a for a in rows if re.fullmatch(r'\d+(,.*){5}', a) and int(a.split(',')[0]) < start]
         if jax.process_index() == 0:
             part = self.path.with_name('metrics.part')   # a kill leaves the old file or the new one
             part.write_text('\n'.join([','.join(COLUMNS), *rows, '']))
@@ -462,7 +459,7 @@ class Report:
         for step, metrics, val_loss, log in self.unread:
             metrics = jax.device_get(metrics)
             require(np.isfinite(sum(metrics.values())), f'step {step} was not applied, nor saved: '
-                    '{loss} loss, {grad_norm} grad. Lower --learning_rate?'.format(**metrics))
+                    '{loss} loss, {grad_norm} grad. Try a lower --learning_rate.'.format(**metrics))
             if log:
                 self.write(step, metrics, val_loss)
         self.unread = []
@@ -526,8 +523,7 @@ def generate_tokens(model, ids_BT, start, stop, key, temperature, *, vocab_size,
         return index + 1, x_B1D[:, 0], ids_BT, caches, ended_B1 | (token_B1 == end)
     x_BTD, caches = model(ids_BT)
     x_BD = jax.lax.dynamic_index_in_dim(x_BTD, start - 1, axis=1, keepdims=False)
-    ended_B1 = jnp.zeros((len(ids_BT), 1), bool, out_sharding=P('batch', None))
-    carry = start, x_BD, ids_BT, caches, ended_B1
+    carry = start, x_BD, ids_BT, caches, ids_BT[:, :1] < 0
     goes_on = lambda carry: (carry[0] < stop) & ~carry[-1].all()
     return jax.reshard(jax.lax.while_loop(goes_on, write_token, carry)[2], P())
 
@@ -599,7 +595,7 @@ def restore(manager, **modules):
             return step, found['config']
         except Exception as error:   # each kind of damage has an exception of its own
             say(f'{manager.directory}/{step} is damaged: {error!r:.200}', file=sys.stderr)
-    require(not manager.all_steps(), f'{manager.directory}: all damaged: --overwrite or --workdir.')
+    require(not manager.all_steps(), f'{manager.directory}: no checkpoint could be read.')
     return 0, None
 
 # ---- Main: checks, set-up, and a loop that waits for the device only to report ------------------
@@ -652,9 +648,8 @@ def resolve_flags(F):
     F.accum_steps = F.accum_steps or choose_accum_steps(F.batch_size, F.maxlen, mesh)
     size = f'{F.num_transformer_blocks}x{F.embed_dim}-b{F.batch_size}-s{F.seed}'
     workdir = pathlib.Path(F.workdir or f'runs/{data.stem if data else "grammar"}-{size}')
-    kind = jax.devices()[0].device_kind   # on CPUs cpu
-    say(f'{data or "built-in grammar"} -> {workdir} | mesh {F.mesh} of '
-        f'{"simulated " * (kind == "cpu" and mesh.size > 1)}{kind} devices')
+    kind = jax.devices()[0].device_kind.replace('cpu', 'simulated cpu' if mesh.size > 1 else 'cpu')
+    say(f'{data or "built-in grammar"} -> {workdir} | mesh {F.mesh} of {kind} devices')
     return mesh, data, workdir
 
 def check_resume(workdir, step, old, new):
@@ -672,14 +667,15 @@ def train(F):
     words = common_words(stories) if F.tokenizer == 'words' else []
     tokenizer = load_tokenizer(F.tokenizer, words)
     encode_prompt(tokenizer, F.prompt, F.maxlen)   # to fail before anything compiles
+    (workdir / 'checkpoints').mkdir(parents=True, exist_ok=True)
     ids, digest = load_tokens(data, tokenizer, workdir)
     vocab_size = tokenizer.n_vocab
     training, held_out = split_windows(ids, F.maxlen, F.batch_size)
     total = F.max_steps = F.max_steps or len(training) * F.num_epochs // F.batch_size
     config = dict(settings={'data': digest} | values(F, FIXED + FREE), words=words)
-    if F.overwrite and jax.process_index() == 0:   # now that all is checked
-        shutil.rmtree(workdir / 'checkpoints', ignore_errors=True)
     with open_checkpoints(workdir, F.keep) as manager:   # at the end it waits for the last save
+        for step in manager.all_steps() if F.overwrite else ():   # now that all is checked
+            manager.delete(step)
         start, saved = restore(manager)
         check_resume(workdir, start, (saved or config)['settings'], config['settings'])
         if start >= total:
@@ -736,9 +732,13 @@ def main(argv):
     sys.stdout.reconfigure(errors='replace')   # an ASCII terminal shows what it can
     logging.set_verbosity(logging.FATAL)       # Orbax logs what it raises as well, and its threads
     sys.unraisablehook = lambda _: None        # print it
-    if F.coordinator:
+    if (F.coordinator, F.num_processes, F.process_id) != (None, None, None):
         address = None if F.coordinator == 'auto' else F.coordinator   # None: of TPU pod or Slurm
-        jax.distributed.initialize(address, F.num_processes, F.process_id)
+        try:
+            jax.distributed.initialize(
+                address, F.num_processes, F.process_id, shutdown_timeout_seconds=30)
+        except Exception as error:
+            sys.exit(f'--coordinator={F.coordinator}: {error!r:.200}')
     try:
         (sample if F.mode == 'sample' else train)(F)
     except KeyboardInterrupt:

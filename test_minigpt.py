@@ -559,6 +559,12 @@ def test_overwrite_deletes_nothing_before_all_is_checked_and_then_only_the_run(t
     assert (tmp_path / 'checkpoints' / '2').is_dir() and path.exists()
     rows = train(tmp_path, *arguments, '--seed=1', '--max_steps=3')
     assert path.exists() and [row['step'] for row in rows] == ['0', '3']
+    (tmp_path / 'checkpoints').rename(tmp_path / 'large disk')
+    (tmp_path / 'checkpoints').symlink_to(tmp_path / 'large disk')
+    with open(tmp_path / 'metrics.csv', 'ab') as file:
+        file.write(b'a,b,c,d,e,f\n\xff\xfe\n12,0.1')   # which somebody else must have written
+    rows = train(tmp_path, *arguments, '--seed=1', '--max_steps=3')
+    assert [row['step'] for row in rows] == ['0', '3']
     assert [folder.name for folder in (tmp_path / 'checkpoints').iterdir()] == ['3']
 
 
@@ -686,6 +692,14 @@ def test_two_processes_are_one_and_a_signal_to_one_stops_both(text, never_stoppe
     assert_near(rows_of(tmp_path), rows_of(never_stopped['4,2']))
 
 
+@pytest.mark.parametrize('arguments', [
+    ['--num_processes=2'], ['--process_id=3'], ['--coordinator=auto'], ['--coordinator=localhost'],
+    ['--coordinator=localhost:1', '--num_processes=2', '--process_id=5']])
+def test_flags_of_several_processes_that_do_not_fit_are_one_line(arguments, tmp_path):
+    run = cli(*TINY, *arguments, cwd=tmp_path)
+    assert run.returncode == 1 and re.fullmatch('--coordinator=.*', run.stderr.strip()), run.stderr
+
+
 slow = pytest.mark.skipif('MINIGPT_SLOW' not in os.environ, reason='MINIGPT_SLOW=1 runs it')
 
 
@@ -808,8 +822,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(damage, text, 
     state_of(run, step=18)   # which was made anew
     for folder in (run / 'checkpoints').iterdir():
         damage(folder)
-    with pytest.raises(SystemExit, match='all damaged'):
+    with pytest.raises(SystemExit, match='no checkpoint could be read'):
         train(run, *LONG, f'--data={text}', '--mesh=4,2', '--max_steps=21')
+
+
+def test_a_checkpoint_is_read_onto_every_mesh_bit_for_bit(never_stopped):
+    whole = state_of(never_stopped['4,2'], '4,2')
+    for mesh in MESHES:
+        for a, b in zip(state_of(never_stopped['4,2'], mesh), whole, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def test_bit_sums_are_those_of_numpy_on_every_mesh():
