@@ -29,7 +29,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
-# ---- Flags: only main reads them ----------------------------------------------------------------
+# ---- Flags: each default stands here; only the functions of the section Main read them -----------
 flags.DEFINE_enum('mode', 'train', ['train', 'sample'], 'train or resume a run, or write with it')
 flags.DEFINE_string('workdir', None, 'folder of the run; unset: runs/NAME, or to sample the newest')
 flags.DEFINE_bool('overwrite', False, 'delete the run in the workdir and start anew')
@@ -397,7 +397,7 @@ def train_step(model, optimizer, ids_BS, key, *, vocab_size, accum_steps, dropou
     """One update; returns model, optimizer, and loss and gradient norm (before clipping)."""
     # Memory peaks at parameters, Adam's moments, gradients and one micro-batch's activations.
     whole, key = gather(model), jax.random.fold_in(key, optimizer.step[...])
-    keep = lambda sum, grad: sum + jax.reshard(grad, jax.typeof(sum).sharding.spec)   # its part
+    keep = lambda total, grad: total + jax.reshard(grad, jax.typeof(total).sharding.spec)
     def add(sums, micro_batch):
         i, ids_BS = micro_batch
         found = jax.value_and_grad(loss_fn)(
@@ -409,7 +409,7 @@ def train_step(model, optimizer, ids_BS, key, *, vocab_size, accum_steps, dropou
     (loss, grads), _ = jax.lax.scan(add, zeros, micro_batches)
     loss, grads = jax.tree.map(lambda total: total / accum_steps, (loss, grads))
     grad_norm = optax.tree.norm(jax.tree.leaves(grads))
-    old = jax.tree.map(lambda a: a, (model, optimizer))
+    old = jax.tree.map(lambda a: a, (model, optimizer))   # a copy: update changes the modules
     optimizer.update(model, grads)
     good = jnp.isfinite(loss + grad_norm)   # else nothing changes, for the next log line to tell
     model, optimizer = jax.tree.map(functools.partial(jnp.where, good), (model, optimizer), old)
