@@ -523,7 +523,7 @@ def generate_tokens(model, ids_BT, start, stop, key, temperature, *, vocab_size,
         return index + 1, x_B1D[:, 0], ids_BT, caches, ended_B1 | (token_B1 == end)
     x_BTD, caches = model(ids_BT)
     x_BD = jax.lax.dynamic_index_in_dim(x_BTD, start - 1, axis=1, keepdims=False)
-    carry = start, x_BD, ids_BT, caches, ids_BT[:, :1] < 0
+    carry = start, x_BD, ids_BT, caches, jnp.zeros((len(ids_BT), 1), bool, out_sharding=P('batch'))
     goes_on = lambda carry: (carry[0] < stop) & ~carry[-1].all()
     return jax.reshard(jax.lax.while_loop(goes_on, write_token, carry)[2], P())
 
