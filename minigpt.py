@@ -480,7 +480,7 @@ class Report:
             line += ' | val {:.4f} | {} {:.4f}'.format(val_loss, *self.reference)
         say(line)
         if jax.process_index() == 0:
-            with open(self.path, 'a') as file:
+            with open(self.path, 'a', opener=lambda p, f: os.open(p, f & ~os.O_CREAT)) as file:
                 file.write(','.join(map(str, row.values())) + '\n')
             if val_loss is not None:
                 self.plot()

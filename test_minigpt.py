@@ -798,6 +798,16 @@ def test_a_file_or_folder_in_the_way_is_one_line(text, tmp_path, place):
     assert '\n' not in str(error.value) and (tmp_path / place).read_text() == 'mine'
 
 
+def test_a_workdir_that_is_deleted_ends_the_run_in_one_line(text, tmp_path):
+    run = tmp_path / 'run'
+    process = start(*LONG, f'--data={text}', '--mesh=1,1', f'--workdir={run}', '--max_steps=100000',
+                    '--eval_every=0')
+    assert wait_until(process, lambda: (run / 'checkpoints' / '6').exists()), process.communicate()
+    run.rename(tmp_path / 'elsewhere')
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 1 and 'Traceback' not in err and len(err.strip().splitlines()) == 1, err
+
+
 def flip_bits(folder):
     """Flips a few bits of the largest file, where the arrays are."""
     path = max((p for p in folder.rglob('*') if p.is_file()), key=lambda p: p.stat().st_size)
