@@ -451,7 +451,7 @@ class Report:
             os.replace(part, self.path)
     def add(self, step, metrics, val_loss, log):
         """Takes note of a step under way; reads the steps before it, if one is to be logged."""
-        if any(log for *_, log in self.unread):
+        if self.unread and self.unread[-1][-1]:
             self.flush()
         self.unread.append((step, metrics, val_loss, log))
     def flush(self):
@@ -464,7 +464,7 @@ class Report:
                 self.write(step, metrics, val_loss)
         self.unread = []
     def write(self, step, metrics, val_loss):
-        """A log line and a row of metrics.csv."""
+        """A log line and a row of metrics.csv, which is not made anew if it has gone."""
         row, line = dict.fromkeys(COLUMNS, '') | {'step': step}, f'step {step}/{self.total}'
         if metrics:
             now = time.perf_counter()
@@ -560,10 +560,10 @@ def open_checkpoints(workdir, keep=1, read_only=False):
         read_only=read_only, cleanup_tmp_directories=not read_only)
     return ocp.CheckpointManager((workdir / 'checkpoints').absolute(), options=options)
 
+bit_sum = jax.jit(lambda a: jax.lax.bitcast_convert_type(a, jnp.uint32).sum(dtype=jnp.uint32))
 def bit_sums(module):
     """Of each array the sum of its bits as uint32, which wraps around: the same on every mesh."""
-    add = jax.jit(lambda a: jax.lax.bitcast_convert_type(a, jnp.uint32).sum(dtype=jnp.uint32))
-    return [int(add(a)) for a in jax.tree.leaves(module)]
+    return [int(a) for a in jax.device_get([bit_sum(a) for a in jax.tree.leaves(module)])]
 
 def save_checkpoint(manager, step, config, val_loss=None, wait=False, **modules):
     """Copies the modules and returns; Orbax writes them to a temporary folder and renames that."""
@@ -635,7 +635,7 @@ def sample(F):
     say('\n\n'.join(texts))
 
 def resolve_flags(F):
-    """Sets the flags that are unset; returns the mesh, the text's path (None: grammar), workdir."""
+    """Sets the flags that are unset; returns the text's path (None: the grammar) and the workdir."""
     data = pathlib.Path(F.data or 'TinyStories-train.txt').expanduser()
     require(data.is_file() or not F.data, f'--data={F.data}: no such file.')
     data = data if data.is_file() else None
@@ -650,7 +650,7 @@ def resolve_flags(F):
     workdir = pathlib.Path(F.workdir or f'runs/{data.stem if data else "grammar"}-{size}')
     kind = jax.devices()[0].device_kind.replace('cpu', 'simulated cpu' if mesh.size > 1 else 'cpu')
     say(f'{data or "built-in grammar"} -> {workdir} | mesh {F.mesh} of {kind} devices')
-    return mesh, data, workdir
+    return data, workdir
 
 def check_resume(workdir, step, old, new):
     """Exits if what must not change has; says what else has. old, new: {setting: value}."""
@@ -662,7 +662,7 @@ def check_resume(workdir, step, old, new):
 
 def train(F):
     """--mode=train: sets a run up, or goes on where it stopped."""
-    mesh, data, workdir = resolve_flags(F)
+    data, workdir = resolve_flags(F)
     stories = file_stories(data) if data else grammar_stories()
     words = common_words(stories) if F.tokenizer == 'words' else []
     tokenizer = load_tokenizer(F.tokenizer, words)
@@ -676,7 +676,7 @@ def train(F):
     with open_checkpoints(workdir, F.keep) as manager:   # at the end it waits for the last save
         for step in manager.all_steps() if F.overwrite else ():   # now that all is checked
             manager.delete(step)
-        start, saved = restore(manager)
+        start, saved = restore(manager)   # settings alone: they decide what may be built
         check_resume(workdir, start, (saved or config)['settings'], config['settings'])
         if start >= total:
             return say(f'{workdir} is finished at step {start}: raise --max_steps, or --overwrite.')

@@ -616,10 +616,20 @@ def rows_of(workdir):
         return [{k: v for k, v in row.items() if k != 'tokens_per_s'} for row in csv.DictReader(file)]
 
 
-def assert_same_run(found, true, mesh='1,1'):
-    assert rows_of(found) == rows_of(true) and len(rows_of(found)) == 21
-    for a, b in zip(state_of(found, mesh), state_of(true, mesh), strict=True):
+def wait_for_steps(process, workdir):
+    """Waits until a few steps have been logged."""
+    assert wait_until(process, (workdir / 'metrics.csv').exists), process.communicate()
+    assert wait_until(process, lambda: len(rows_of(workdir)) > 2), process.communicate()
+
+
+def assert_same_arrays(found, true):
+    for a, b in zip(found, true, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def assert_same_run(found, true):
+    assert rows_of(found) == rows_of(true) and len(rows_of(found)) == 21
+    assert_same_arrays(state_of(found), state_of(true))
 
 
 def test_a_resumed_run_is_bit_for_bit_one_that_never_stopped(text, never_stopped, tmp_path):
@@ -649,8 +659,7 @@ def test_a_process_killed_inside_a_save_goes_on_exactly(text, never_stopped, tmp
 def test_sigterm_saves_and_the_same_command_goes_on_exactly(text, never_stopped, tmp_path):
     arguments = [*LONG, f'--data={text}', '--mesh=4,2', f'--workdir={tmp_path}', '--checkpoint_every=0']
     process = start(*arguments)
-    assert wait_until(process, (tmp_path / 'metrics.csv').exists), process.communicate()
-    assert wait_until(process, lambda: len(rows_of(tmp_path)) > 2), process.communicate()
+    wait_for_steps(process, tmp_path)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=100)
     assert process.returncode == 143 and 'Traceback' not in err, err
@@ -680,8 +689,7 @@ def assert_near(found, true):
 
 def test_two_processes_are_one_and_a_signal_to_one_stops_both(text, never_stopped, tmp_path):
     first, second = start_pair(text, tmp_path)
-    assert wait_until(first, (tmp_path / 'metrics.csv').exists), first.communicate()
-    assert wait_until(first, lambda: len(rows_of(tmp_path)) > 2), first.communicate()
+    wait_for_steps(first, tmp_path)
     second.send_signal(signal.SIGTERM)
     (out, err), (silent, _) = [process.communicate(timeout=200) for process in (first, second)]
     assert (first.returncode, second.returncode) == (143, 143), err
@@ -784,8 +792,7 @@ def test_a_disk_that_is_full_is_one_line_and_leaves_the_older_checkpoints_whole(
     out, err = process.communicate(timeout=200)
     assert process.returncode == 1 and err.splitlines()[-1].startswith('A save failed'), err
     assert 'Traceback' not in err, err
-    for a, b in zip(state_of(tmp_path), before, strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same_arrays(state_of(tmp_path), before)
 
 
 @pytest.mark.parametrize('place', ['run', 'run/checkpoints', 'run/metrics.csv/x'])
@@ -808,9 +815,13 @@ def test_a_workdir_that_is_deleted_ends_the_run_in_one_line(text, tmp_path):
     assert process.returncode == 1 and 'Traceback' not in err and len(err.strip().splitlines()) == 1, err
 
 
+def largest_file(folder):
+    """Where the arrays are."""
+    return max((p for p in folder.rglob('*') if p.is_file()), key=lambda p: p.stat().st_size)
+
+
 def flip_bits(folder):
-    """Flips a few bits of the largest file, where the arrays are."""
-    path = max((p for p in folder.rglob('*') if p.is_file()), key=lambda p: p.stat().st_size)
+    path = largest_file(folder)
     data = bytearray(path.read_bytes())
     for eighth in range(1, 8):
         data[len(data) * eighth // 8] ^= 1
@@ -826,7 +837,7 @@ def change_a_sum(folder):
 
 
 def truncate(folder):
-    path = max((p for p in folder.rglob('*') if p.is_file()), key=lambda p: p.stat().st_size)
+    path = largest_file(folder)
     path.write_bytes(path.read_bytes()[:1000])
 
 
@@ -852,8 +863,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(damage, text, 
 def test_a_checkpoint_is_read_onto_every_mesh_bit_for_bit(never_stopped):
     whole = state_of(never_stopped['4,2'], '4,2')
     for mesh in MESHES:
-        for a, b in zip(state_of(never_stopped['4,2'], mesh), whole, strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert_same_arrays(state_of(never_stopped['4,2'], mesh), whole)
 
 
 def test_bit_sums_are_those_of_numpy_on_every_mesh():
@@ -892,8 +902,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
         model, optimizer, minigpt.to_devices(random_ids((8, 17))), jax.random.key(0),
         vocab_size=VOCAB, accum_steps=2, dropout=False)
     assert not np.isfinite(metrics['loss'] + metrics['grad_norm'])
-    for a, b in zip(jax.tree.leaves((model, optimizer)), before, strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same_arrays(jax.tree.leaves((model, optimizer)), before)
 
 
 def test_a_run_that_is_not_finite_names_the_step_and_saves_nothing_after_it(text, tmp_path):
