@@ -426,9 +426,10 @@ def eval_step(model, ids_BS, *, vocab_size):
 def evaluate(model, held_out, rows, vocab_size):
     """Mean loss of the held-out windows, nats a token, `rows` of them at a time."""
     batches = grain.MapDataset.source(held_out).repeat().batch(rows)   # from the front, to fill up
-    losses = [eval_step(model, to_devices(batches[i]), vocab_size=vocab_size)
+    # Each is waited for: independent programs in flight can block each other on simulated devices.
+    losses = [np.asarray(eval_step(model, to_devices(batches[i]), vocab_size=vocab_size))
               for i in range(-(-len(held_out) // rows))]
-    return np.concatenate(jax.device_get(losses))[:len(held_out)].mean()
+    return np.concatenate(losses)[:len(held_out)].mean()
 
 # ---- Reports: numbers are read one step late, so that the device never waits for Python ---------
 COLUMNS = ('step', 'loss', 'grad_norm', 'learning_rate', 'tokens_per_s', 'val_loss')
@@ -563,7 +564,7 @@ def open_checkpoints(workdir, keep=1, read_only=False):
 bit_sum = jax.jit(lambda a: jax.lax.bitcast_convert_type(a, jnp.uint32).sum(dtype=jnp.uint32))
 def bit_sums(module):
     """Of each array the sum of its bits as uint32, which wraps around: the same on every mesh."""
-    return [int(a) for a in jax.device_get([bit_sum(a) for a in jax.tree.leaves(module)])]
+    return [int(bit_sum(a)) for a in jax.tree.leaves(module)]   # in turn: see evaluate
 
 def save_checkpoint(manager, step, config, val_loss=None, wait=False, **modules):
     """Copies the modules and returns; Orbax writes them to a temporary folder and renames that."""
