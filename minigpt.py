@@ -21,7 +21,7 @@ F feed_forward_dim, N heads, H head size, V vocabulary, C chunk of tokens, K top
 It has no mixture of experts, no reinforcement learning and no server.
 """
 import collections, contextlib, datetime, functools, glob, hashlib, itertools, math, os
-import pathlib, random, re, signal, sys, time
+import pathlib, random, re, signal, sys, time, timeit
 import grain, jax, matplotlib.figure, optax, tiktoken
 import jax.numpy as jnp, numpy as np, orbax.checkpoint as ocp
 from absl import app, flags, logging
@@ -67,11 +67,9 @@ flags.DEFINE_integer('num_processes', None, 'processes in all, each with its par
 flags.DEFINE_integer('process_id', None, 'number of this process, from 0', 0)
 values = lambda F, names: {name: F[name].value for name in names}
 SAMPLING = 'prompt', 'max_new_tokens', 'top_k', 'temperature', 'seed'
-SIZES = 'num_transformer_blocks maxlen embed_dim num_heads feed_forward_dim dropout'.split()
+SIZES = 'num_transformer_blocks maxlen embed_dim feed_forward_dim num_heads dropout'.split()
 FIXED = 'tokenizer', 'batch_size', 'seed', *SIZES   # what a resume must not change; what it may:
-FREE = ('mesh', 'dtype', 'accum_steps', 'max_steps', 'learning_rate', 'warmup_steps',
-        'weight_decay', 'clip_norm', 'log_every', 'eval_every', 'checkpoint_every')
-
+FREE = 'mesh dtype accum_steps max_steps learning_rate warmup_steps weight_decay clip_norm'.split()
 def require(condition, problem):
     """Ends the script with one line and exit status 1 unless the condition holds."""
     if not condition:
@@ -84,11 +82,9 @@ def weight(rngs, shape, *axes):
     mesh = jax.sharding.get_abstract_mesh().shape
     axes = tuple(axis if axis and n % mesh[axis] == 0 else None for n, axis in zip(shape, axes))
     return nnx.Param(0.02 * jax.random.normal(rngs.params(), shape), out_sharding=axes)
-
 def project(equation, x, w, *axes):
     """einsum of x and a weight; axes: how dimensions from the third on of the result are split."""
     return jnp.einsum(equation, x, w[...].astype(x.dtype), out_sharding=P('batch', None, *axes))
-
 def attention(q_BNTH, k_BNSH, v_BNSH, index=0):
     """Causal attention, (B, N, T, H), of queries at positions index... to keys at positions 0..."""
     q_BNTH *= q_BNTH.shape[-1] ** -0.5
@@ -150,14 +146,12 @@ class MiniGPT(nnx.Module):
             x_BTD, cache = block(x_BTD, cache, index, rngs)
             new_caches.append(cache)
         return self.norm(x_BTD), new_caches
-
 def create_model(seed, vocab_size, dtype, **settings):
     """MiniGPT of --dtype, its vocabulary padded; each parameter is made sharded, never whole."""
     if dtype == 'auto':
         dtype = 'float32' if jax.devices()[0].platform == 'cpu' else 'bfloat16'
     rows = -(-vocab_size // 128) * 128   # GPT-2's 50257 is odd: no `model` axis could split it
     return jax.jit(lambda: MiniGPT(rows, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(seed), **settings))()
-
 def gather(model):
     """The model with each parameter whole over `batch`, as the forward pass needs it (FSDP)."""
     spec = lambda a: P(*(None if n == 'batch' else n for n in jax.typeof(a).sharding.spec))
@@ -182,14 +176,12 @@ CHOICES = dict(
     friend='bird rabbit turtle squirrel goat pony bee owl',
     deed='laughed talked walked danced rested sat smiled cooked')
 ENTROPY = sum(math.log(len(words.split())) for words in CHOICES.values()) / 64   # nats a token
-
 def grammar_stories():
     """Yields the 2,112 built-in stories, always the same: 2,048 to train on and 64 held out."""
     rng = random.Random(0)
     for _ in range(2112):
         words = {slot: rng.choice(choices.split()) for slot, choices in CHOICES.items()}
         yield STORY.format(**words) + END
-
 def file_stories(path):
     """Yields the stories of a text, stripped, END after each; those longer than BLOCK in pieces."""
     rest = ''
@@ -204,13 +196,11 @@ def file_stories(path):
         except UnicodeDecodeError as error:
             at = file.buffer.tell() - len(error.object) + error.start
             sys.exit(f'{path} is not UTF-8 text: {error.reason} at byte {at}.')
-
 def common_words(stories):
     """The 4,096 most frequent words of the first 10,000 stories."""
     text = ''.join(itertools.islice(stories, 10000)).replace(END, '\n')
     counts = collections.Counter(word for word in re.findall(WORDS, text) if len(word) > 1)
     return [word for word, _ in counts.most_common(4096)]
-
 def load_tokenizer(name, words=()):
     """tiktoken.Encoding: one of its own by name, or 256 bytes and `words` as tokens."""
     if name in ('bytes', 'words'):
@@ -223,7 +213,6 @@ def load_tokenizer(name, words=()):
         return tiktoken.get_encoding(name)
     except OSError:
         sys.exit(f'--tokenizer={name} cannot be loaded: set TIKTOKEN_CACHE_DIR, or use words.')
-
 def write_tokens(path, stories, tokenizer, dtype):
     """Writes END and the stories as ids, in bounded memory, whole or not at all."""
     count, pieces, stories = 0, [END], iter(stories)
@@ -239,7 +228,6 @@ def write_tokens(path, stories, tokenizer, dtype):
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-
 def load_tokens(data, tokenizer, workdir):
     """(ids, digest) of the text (None: the grammar), memory-mapped; tokenises it only once."""
     text = [data.stat().st_size, data.stat().st_mtime_ns] if data else [STORY, CHOICES]
@@ -263,7 +251,6 @@ class TextDataset:
     def __getitem__(self, i):
         start = self.windows[i] * self.maxlen
         return self.ids[start:start + self.maxlen + 1].astype(np.int32)
-
 def split_windows(ids, maxlen, batch_size):
     """(training, held-out) TextDataset: the last tenth, at most 64 windows, is never trained on."""
     windows = range((ids.size - 1) // maxlen)
@@ -271,13 +258,11 @@ def split_windows(ids, maxlen, batch_size):
     require(training >= batch_size, f'{ids.size} tokens give {training} windows of {maxlen} to '
             f'train on, fewer than a batch of {batch_size}: smaller --batch_size or more text.')
     return [TextDataset(ids, maxlen, part) for part in (windows[:training], windows[training:])]
-
 def training_batches(dataset, batch_size, seed, start, total):
     """Iterator of the (B, S) batches of steps start to total; seed and step alone decide them."""
     shuffled = grain.MapDataset.source(dataset).seed(seed).shuffle().repeat()
     batches = shuffled.batch(batch_size)[start:total]
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
-
 def to_devices(batch_BS):
     """The batch split over `batch`; each process hands over only the rows that its devices hold."""
     sharding = NamedSharding(jax.sharding.get_mesh(), P('batch', None))
@@ -296,7 +281,6 @@ def mesh_shape(text, devices, simulated):
         sys.exit(f'--mesh={text} needs {known} devices, this machine has {devices}: '
                  f'use {devices // model},{model} or -1,{model}.')
     return batch, model
-
 def create_mesh(text, processes=1):
     """Makes the mesh of --mesh the current one. Explicit axes: shardings are part of types."""
     wanted = math.prod(int(n) or 1 for n in re.findall(r'\d+', text.replace('-1', ''))) // processes
@@ -307,7 +291,6 @@ def create_mesh(text, processes=1):
                          axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     jax.set_mesh(mesh)
     return mesh
-
 def check_sizes(mesh, batch_size, accum_steps, embed_dim, num_heads, feed_forward_dim, **_):
     """Exits unless every size divides by what splits it."""
     batch, model = mesh.devices.shape
@@ -320,7 +303,6 @@ def check_sizes(mesh, batch_size, accum_steps, embed_dim, num_heads, feed_forwar
         fits = sorted({str(max(parts, size // parts * parts)), str(-(-size // parts) * parts)})
         require(size % parts == 0,
                 f'{name}={size} is not divisible by {by}={parts}: use {" or ".join(fits)}.')
-
 def choose_accum_steps(batch_size, maxlen, mesh):
     """Micro-batches a step. No timing decides, only shapes and mesh: a resume must repeat them."""
     # Tokens a device and micro-batch: on 2 CPU cores 8,192 took 1.2 times as long as 2,048.
@@ -331,11 +313,9 @@ def choose_accum_steps(batch_size, maxlen, mesh):
 # ---- Train step: the loss never holds all logits (B, T, V), and finds its gradients on the way ---
 CHUNK = 512   # tokens, about; from 128 to 2048 made no difference
 def token_losses(x_BTD, w_VD, y_BT, vocab_size):
-    """Softmax cross-entropy with logits x @ w.T: (losses, dx, dw), gradients of the losses' sum.
-
-    Losses are (B, T), float32, nats. Each device of the `model` axis holds some rows of w; pmax and
-    psum put the softmax together (Megatron-LM, arXiv:1909.08053). Unused gradients cost nothing.
-    """
+    """Softmax cross-entropy of logits x @ w.T: (losses_BT in nats, gradients of their sum dx, dw).
+    Each device of the `model` axis holds some rows of w; pmax and psum put the softmax together
+    (Megatron-LM, arXiv:1909.08053). Gradients that nothing uses cost nothing."""
     def local(x_BTD, w_VD, y_BT):
         (rows, D), n = w_VD.shape, y_BT.size
         size = min((c for c in range(1, n + 1) if n % c == 0), key=lambda c: abs(c - CHUNK))
@@ -364,7 +344,6 @@ def token_losses(x_BTD, w_VD, y_BT, vocab_size):
         return losses.reshape(y_BT.shape), dx.reshape(x_BTD.shape), jax.lax.psum(dw_VD, 'batch')
     x, w, y = P('batch', None, None), P('model', None), P('batch', None)
     return jax.shard_map(local, in_specs=(x, w, y), out_specs=(y, x, w))(x_BTD, w_VD, y_BT)
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def cross_entropy(x_BTD, w_VD, y_BT, vocab_size):
     """The mean of token_losses, whose gradients are found on the way forward."""
@@ -374,13 +353,11 @@ def cross_entropy_forward(x_BTD, w_VD, y_BT, vocab_size):
     return losses_BT.mean(), [(grad / y_BT.size).astype(grad.dtype) for grad in grads]
 cross_entropy.defvjp(cross_entropy_forward, lambda vocab_size, grads, g: (
     *((grad * g).astype(grad.dtype) for grad in grads), None))
-
 def loss_fn(model, ids_BS, vocab_size, dropout_key=None):
     """Mean loss over the windows, nats a token: each token is predicted from those before it."""
     rngs = None if dropout_key is None else nnx.Rngs(dropout=dropout_key)
     x_BTD, _ = model(ids_BS[:, :-1], rngs=rngs)
     return cross_entropy(x_BTD, model.output_layer[...], ids_BS[:, 1:], vocab_size)
-
 def create_optimizer(model, peak, warmup_steps, total_steps, weight_decay, clip_norm):
     """(optimizer, schedule): clipped AdamW; linear warm-up to peak, a cosine down to peak / 10."""
     warmup_steps = min(warmup_steps, total_steps - 1)
@@ -390,7 +367,6 @@ def create_optimizer(model, peak, warmup_steps, total_steps, weight_decay, clip_
     tx = optax.chain(optax.clip_by_global_norm(clip_norm), optax.adamw(
         schedule, b2=0.95, weight_decay=weight_decay, mask=matrices))
     return jax.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model), schedule
-
 @functools.partial(jax.jit, donate_argnames=('model', 'optimizer'),
                    static_argnames=('vocab_size', 'accum_steps', 'dropout'))
 def train_step(model, optimizer, ids_BS, key, *, vocab_size, accum_steps, dropout):
@@ -409,12 +385,8 @@ def train_step(model, optimizer, ids_BS, key, *, vocab_size, accum_steps, dropou
     (loss, grads), _ = jax.lax.scan(add, zeros, micro_batches)
     loss, grads = jax.tree.map(lambda total: total / accum_steps, (loss, grads))
     grad_norm = optax.tree.norm(jax.tree.leaves(grads))
-    old = jax.tree.map(lambda a: a, (model, optimizer))   # a copy: update changes the modules
     optimizer.update(model, grads)
-    good = jnp.isfinite(loss + grad_norm)   # else nothing changes, for the next log line to tell
-    model, optimizer = jax.tree.map(functools.partial(jnp.where, good), (model, optimizer), old)
     return model, optimizer, {'loss': loss, 'grad_norm': grad_norm}
-
 @functools.partial(jax.jit, static_argnames='vocab_size')
 def eval_step(model, ids_BS, *, vocab_size):
     """Mean loss of each window: (B,) nats a token, dropout off."""
@@ -422,60 +394,71 @@ def eval_step(model, ids_BS, *, vocab_size):
     x_BTD, _ = model(ids_BS[:, :-1])
     losses_BT, *_ = token_losses(x_BTD, model.output_layer[...], ids_BS[:, 1:], vocab_size)
     return jax.reshard(losses_BT.mean(-1), P())
-
 def evaluate(model, held_out, rows, vocab_size):
     """Mean loss of the held-out windows, nats a token, `rows` of them at a time."""
     batches = grain.MapDataset.source(held_out).repeat().batch(rows)   # from the front, to fill up
-    # Each is waited for: independent programs in flight can block each other on simulated devices.
-    losses = [np.asarray(eval_step(model, to_devices(batches[i]), vocab_size=vocab_size))
-              for i in range(-(-len(held_out) // rows))]
-    return np.concatenate(losses)[:len(held_out)].mean()
+    losses = []   # each is waited for: on simulated devices, several in flight can lock each other
+    for i in range(-(-len(held_out) // rows)):
+        losses.extend(np.asarray(eval_step(model, to_devices(batches[i]), vocab_size=vocab_size)))
+    return np.mean(losses[:len(held_out)])
 
 # ---- Reports: numbers are read one step late, so that the device never waits for Python ---------
 COLUMNS = ('step', 'loss', 'grad_norm', 'learning_rate', 'tokens_per_s', 'val_loss')
+PEAKS = {'A100': 312, 'H100': 989, 'H200': 989, 'TPU v2': 22.5, 'TPU v3': 61.5, 'TPU v4': 275,
+         'TPU v5 lite': 197, 'TPU v5': 459, 'TPU v6 lite': 918}   # TFLOP/s in bfloat16, of makers
 def say(text, end='\n', file=None):
     """Prints, in process 0 alone; a line to be overwritten (end='\\r') only on a terminal."""
     if jax.process_index() == 0 and (end == '\n' or sys.stdout.isatty()):
         print(text, end=end, file=file, flush=True)
+def peak_flops(mesh):
+    """FLOP/s of the mesh: as its makers say, inf if unknown; of CPUs in a matmul timed here."""
+    kind, n = mesh.devices.flat[0].device_kind, -(-2048 // mesh.size) * mesh.size
+    if kind != 'cpu':
+        return mesh.size * next((1e12 * PEAKS[name] for name in PEAKS if name in kind), math.inf)
+    a_NN, b_NN = jnp.ones((n, n), out_sharding=P(('batch', 'model'))), jnp.ones((n, n))
+    return 2 * n**3 / min(timeit.repeat(lambda: (a_NN @ b_NN).block_until_ready(), number=1))
+def step_flops(tokens, vocab_size, num_transformer_blocks, maxlen, embed_dim, feed_forward_dim):
+    """FLOPs of a step's useful matmuls: no padded vocabulary; twice as many backward as forward."""
+    block = 4 * embed_dim**2 + 2 * embed_dim * feed_forward_dim + 2 * maxlen * embed_dim
+    return 6 * tokens * (num_transformer_blocks * block + vocab_size * embed_dim)
 
 class Report:
     """Log lines, rows of metrics.csv and loss.png, for the steps that are logged or validated."""
-    def __init__(self, workdir, start, total, batch_tokens, schedule, reference):
-        self.path, self.total, self.batch_tokens = workdir / 'metrics.csv', total, batch_tokens
-        self.schedule, self.reference = schedule, reference   # ('entropy', nats a token)
-        self.unread, self.last = [], (start - 1, time.perf_counter())   # last step timed, its end
+    def __init__(self, workdir, start, total, tokens, flops, peak, schedule, reference):
+        self.path, self.total, self.tokens = workdir / 'metrics.csv', total, tokens
+        self.flops, self.peak, self.schedule, self.reference = flops, peak, schedule, reference
+        self.unread, self.seconds, self.logged = (), [], 0   # seconds of each step; how many logged
         rows = self.path.read_text(errors='replace').split('\n') if self.path.exists() else []
         rows = [a for a in rows if re.fullmatch(r'\d+(,.*){5}', a) and int(a.split(',')[0]) < start]
         if jax.process_index() == 0:
             part = self.path.with_name('metrics.part')   # a kill leaves the old file or the new one
             part.write_text('\n'.join([','.join(COLUMNS), *rows, '']))
             os.replace(part, self.path)
-    def add(self, step, metrics, val_loss, log):
-        """Takes note of a step under way; reads the steps before it, if one is to be logged."""
-        if self.unread and self.unread[-1][-1]:
-            self.flush()
-        self.unread.append((step, metrics, val_loss, log))
-    def flush(self):
-        """Reads the steps noted, prints and writes those to be logged; exits at one gone wrong."""
-        for step, metrics, val_loss, log in self.unread:
-            metrics = jax.device_get(metrics)
-            require(np.isfinite(sum(metrics.values())), f'step {step} was not applied, nor saved: '
+    def add(self, *step_under_way):
+        """Reads the step before, logs it if that was asked, and exits if it went wrong."""
+        if self.unread:
+            step, metrics, val_loss, log = self.unread
+            metrics, before, self.clock = jax.device_get(metrics), self.clock, time.perf_counter()
+            self.seconds.append(self.clock - before)
+            require(np.isfinite(sum(metrics.values())), f'step {step} went wrong and is not saved: '
                     '{loss} loss, {grad_norm} grad. Try a lower --learning_rate.'.format(**metrics))
             if log:
                 self.write(step, metrics, val_loss)
-        self.unread = []
+        self.unread = step_under_way
+    def speed(self, seconds):
+        """Tokens/s of a step that takes so long and, where the peak is known, the share of it."""
+        mfu = self.flops / seconds / self.peak
+        return f'{self.tokens / seconds / 1e3:.2f}k tok/s' + f' | {mfu:.0%} MFU' * (0 < mfu <= 1)
     def write(self, step, metrics, val_loss):
         """A log line and a row of metrics.csv, which is not made anew if it has gone."""
         row, line = dict.fromkeys(COLUMNS, '') | {'step': step}, f'step {step}/{self.total}'
         if metrics:
-            now = time.perf_counter()
-            row |= metrics | {'learning_rate': np.float32(self.schedule(step))}
-            line += ' | loss {loss:.4f} | grad {grad_norm:.2f} | lr {learning_rate:.1e}'
-            line = line.format(**row)
-            rate = (step - self.last[0]) * self.batch_tokens / (now - self.last[1])
-            left = datetime.timedelta(seconds=(self.total - step) * self.batch_tokens // rate)
-            line += f' | {rate / 1e3:.2f}k tok/s | eta {left}'
-            row['tokens_per_s'], self.last = round(rate, 1), (step, now)
+            seconds, self.logged = np.mean(self.seconds[self.logged:]), len(self.seconds)
+            row |= metrics | {'learning_rate': np.float32(self.schedule(step)),
+                              'tokens_per_s': round(self.tokens / seconds, 1)}
+            left = datetime.timedelta(seconds=int((self.total - step) * seconds))
+            line += ' | loss {loss:.4f} | grad {grad_norm:.2f} | lr {learning_rate:.1e} | '
+            line = line.format(**row) + f'{self.speed(seconds)} | eta {left}'
         if val_loss is not None:
             row['val_loss'] = val_loss
             line += ' | val {:.4f} | {} {:.4f}'.format(val_loss, *self.reference)
@@ -488,21 +471,55 @@ class Report:
     def plot(self):
         """Draws loss.png: training and validation loss, and a reference to compare them with."""
         rows = np.genfromtxt(self.path, delimiter=',', names=True, ndmin=1)
-        figure = matplotlib.figure.Figure(figsize=(8, 5))   # needs no display
-        axes = figure.add_subplot(xlabel='step', ylabel='loss (nats a token)', yscale='log')
-        axes.plot(rows['step'], rows['loss'], color='0.6', label='training')
-        axes.plot(rows['step'], rows['val_loss'], 'ko', label='validation')
-        axes.axhline(self.reference[1], color='black', linestyle=':', label=self.reference[0])
-        axes.legend()
+        figure = matplotlib.figure.Figure(figsize=(8, 5), layout='constrained')   # needs no display
+        axes = figure.add_subplot(xlabel='step', ylabel='loss (nats a token)')
+        axes.plot(rows['step'], rows['loss'], '0.6', rows['step'], rows['val_loss'], 'ko')
+        axes.axhline(self.reference[1], color='black', linestyle=':')
+        axes.legend(['training', 'validation', self.reference[0]])
         figure.savefig(self.path.with_name('loss.part.png'), dpi=120)
         os.replace(self.path.with_name('loss.part.png'), self.path.with_name('loss.png'))
-
-def trace(call, num_steps, folder, model):
-    """Traces num_steps calls of the train step, from call 5, for TensorBoard or XProf."""
-    if num_steps and call in (5, 5 + num_steps):
-        jax.block_until_ready(model)
-        jax.profiler.start_trace(folder) if call == 5 else jax.profiler.stop_trace()
-        say(f'tracing {num_steps} steps' if call == 5 else f'the trace is in {folder}')
+def op_kinds(hlo):
+    """{operation: kind} of a compiled program's text, without the loops, which hold the others."""
+    parts, kinds = re.split(r'\n(?=%)', hlo), {}
+    products = {part.split()[0] for part in parts if re.search(r' (dot|convolution)\(', part)}
+    line = r'^ +(?:ROOT )?%(\S+) = .*? (?!while|conditional|call\()([a-z][\w-]*)\((.*)'
+    for op, code, rest in re.findall(line, hlo, re.M):
+        fusion = re.search(r'calls=(%[\w.-]+)|$', rest)[1]
+        matmul = code in ('dot', 'convolution') or fusion in products or '$gemm' in rest
+        collective = re.match('all-|reduce-scatter|collective-', code)
+        kinds[op] = 'matmul' if matmul else 'collectives' if collective else 'elementwise'
+    return kinds
+def profile(num_steps, folder, report, program, batch_size):
+    """Begins a trace (num_steps 0), or ends one of so many steps and prints what took the time."""
+    if num_steps == 0:
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0   # Python would fill the trace, and slow what is traced
+        return jax.profiler.start_trace(folder, profiler_options=options)
+    jax.profiler.stop_trace()
+    kinds, seconds = op_kinds(program.as_text()), np.array(report.seconds[-num_steps:])
+    path = max(glob.glob(f'{folder}/plugins/profile/*/*.xplane.pb'), key=os.path.getmtime)
+    events, input_ns = [], 0
+    for plane in jax.profiler.ProfileData.from_file(path).planes:
+        for event in itertools.chain.from_iterable(line.events for line in plane.lines):
+            stats = dict(event.stats)
+            input_ns += event.duration_ns * (event.name == 'input')
+            if stats.get('hlo_module') == 'jit_train_step' and stats.get('hlo_op') in kinds:
+                device = plane.name, stats.get('device_ordinal')
+                events.append((device, event.start_ns, event.end_ns, stats['hlo_op']))
+    ends, op_ns, kind_ns = (collections.Counter() for _ in range(3))
+    for device, start, end, op in sorted(events):   # what two threads do at once counts once
+        busy_ns, ends[device] = max(0, end - max(start, ends[device])), max(end, ends[device])
+        op_ns[op] += busy_ns
+        kind_ns[kinds[op]] += busy_ns
+    all_ns = max(1e9 * seconds.sum() * len(ends), kind_ns.total())
+    kind_ns['input'] = min(all_ns - kind_ns.total(), input_ns * len(ends))
+    kind_ns['idle'] = all_ns - kind_ns.total()
+    shares = lambda ns: ' | '.join(f'{name} {n / all_ns:.1%}' for name, n in ns)
+    low, median, high = np.percentile(seconds * 1e3, (10, 50, 90))
+    say(f'\n--- {num_steps} steps traced: {path} ---\n{median:.1f} ms a step (10% below {low:.1f}, '
+        f'10% above {high:.1f}), {median / batch_size:.2f} ms an example | '
+        f'{report.flops / median / 1e9:.3f} TFLOP/s | {report.speed(median / 1e3)}\n'
+        f'{shares(kind_ns.items())}\nlongest: {shares(op_ns.most_common(5))}\n')
 
 # ---- Sampler: the prompt takes one pass, then each token one against the KV cache; compiled once -
 @functools.partial(jax.jit, static_argnames=('vocab_size', 'end', 'top_k'))
@@ -527,17 +544,15 @@ def generate_tokens(model, ids_BT, start, stop, key, temperature, *, vocab_size,
     carry = start, x_BD, ids_BT, caches, jnp.zeros((len(ids_BT), 1), bool, out_sharding=P('batch'))
     goes_on = lambda carry: (carry[0] < stop) & ~carry[-1].all()
     return jax.reshard(jax.lax.while_loop(goes_on, write_token, carry)[2], P())
-
 def encode_prompt(tokenizer, prompt, maxlen):
     """End-of-text, as before every story of the stream, and the prompt's ids; exits if too long."""
     ids = [tokenizer.eot_token] + tokenizer.encode_ordinary(prompt)
     require(len(ids) < maxlen, f'--prompt has {len(ids) - 1} tokens, maxlen room for {maxlen - 2}.')
     return ids
-
-def generate_text(model, tokenizer, maxlen, num_samples, prompt, max_new_tokens, top_k,
-                  temperature, seed):
+def generate_text(model, tokenizer, num_samples, prompt, max_new_tokens, top_k, temperature, seed):
     """Texts from the prompt up to end-of-text or the limit; the same seed gives the same texts."""
-    prompt_ids, end = encode_prompt(tokenizer, prompt, maxlen), tokenizer.eot_token
+    maxlen, end = len(model.embedding_layer.pos_emb), tokenizer.eot_token
+    prompt_ids = encode_prompt(tokenizer, prompt, maxlen)
     start, batch = len(prompt_ids), jax.sharding.get_mesh().shape['batch']
     ids_BT = np.zeros((-(-num_samples // batch) * batch, maxlen), np.int32)
     ids_BT[:, :start] = prompt_ids
@@ -545,11 +560,10 @@ def generate_text(model, tokenizer, maxlen, num_samples, prompt, max_new_tokens,
     ids_BT = np.asarray(generate_tokens(
         model, to_devices(ids_BT), start, stop, jax.random.key(seed), temperature,
         vocab_size=tokenizer.n_vocab, end=end, top_k=top_k))
-    texts = []
     for ids in ids_BT[:num_samples, 1:stop].tolist():
         ids = ids[:start - 1] + list(itertools.takewhile(lambda i: i != end, ids[start - 1:]))
-        texts.append(tokenizer.decode_bytes(ids).decode(errors='replace').rstrip('\ufffd'))
-    return texts   # without half a character at the cut, which the rstrip took
+        text = tokenizer.decode_bytes(ids).decode(errors='replace')
+        yield text.rstrip('\ufffd')   # half a character, at the cut
 
 # ---- Checkpoint: model, optimizer, configuration; data order and keys follow from seed and step --
 def open_checkpoints(workdir, keep=1, read_only=False):
@@ -560,12 +574,10 @@ def open_checkpoints(workdir, keep=1, read_only=False):
         preservation_policy=AnyPreservationPolicy([LatestN(keep), best]), best_fn=val_loss,
         read_only=read_only, cleanup_tmp_directories=not read_only)
     return ocp.CheckpointManager((workdir / 'checkpoints').absolute(), options=options)
-
 bit_sum = jax.jit(lambda a: jax.lax.bitcast_convert_type(a, jnp.uint32).sum(dtype=jnp.uint32))
 def bit_sums(module):
     """Of each array the sum of its bits as uint32, which wraps around: the same on every mesh."""
     return [int(bit_sum(a)) for a in jax.tree.leaves(module)]   # in turn: see evaluate
-
 def save_checkpoint(manager, step, config, val_loss=None, wait=False, **modules):
     """Copies the modules and returns; Orbax writes them to a temporary folder and renames that."""
     items = {name: ocp.args.StandardSave(nnx.state(module)) for name, module in modules.items()}
@@ -580,7 +592,6 @@ def save_checkpoint(manager, step, config, val_loss=None, wait=False, **modules)
             manager.wait_until_finished()
     except Exception as error:   # a full disk, say: it comes as what a writer of Orbax's raised
         sys.exit(f'A save failed; {manager.directory} keeps the whole ones: {error!r:.300}')
-
 def restore(manager, **modules):
     """(step, configuration) of the newest whole checkpoint, or (0, None); fills the modules."""
     shapes = lambda module: jax.tree.map(ocp.utils.to_shape_dtype_struct, nnx.state(module))
@@ -608,7 +619,6 @@ def on_signal(number, frame):
     os.write(2, b'stopping after this step and a checkpoint\n')   # here print might break one off
     if jax.process_count() > 1:
         os.kill(os.getpid(), signal.SIGTERM)   # which JAX tells the other processes
-
 def parse_flags(argv):
     """Parses the command line; an error in it is one line and exit status 1."""
     try:
@@ -617,7 +627,6 @@ def parse_flags(argv):
         sys.exit(f'{error} See --help.')
     require(not rest[1:], f'Stray argument {rest[-1]!r}: flags begin with --, as in --mesh=4,2.')
     return rest
-
 def sample(F):
     """--mode=sample: text to stdout. Model, settings and tokenizer come from the checkpoint."""
     mesh, saved = create_mesh(F.mesh, F.num_processes or 1), glob.glob('runs/*/checkpoints/*[0-9]')
@@ -632,11 +641,9 @@ def sample(F):
     model = create_model(0, tokenizer.n_vocab, F.dtype, **sizes)
     step, _ = restore(manager, model=model)
     say(f'{run}, step {step}', file=sys.stderr)
-    texts = generate_text(model, tokenizer, sizes['maxlen'], F.num_samples, **values(F, SAMPLING))
-    say('\n\n'.join(texts))
-
+    say('\n\n'.join(generate_text(model, tokenizer, F.num_samples, **values(F, SAMPLING))))
 def resolve_flags(F):
-    """Sets the flags that are unset; returns the text's path (None: the grammar) and the workdir."""
+    """Sets the flags that are unset; returns mesh, the text's path (None: grammar) and workdir."""
     data = pathlib.Path(F.data or 'TinyStories-train.txt').expanduser()
     require(data.is_file() or not F.data, f'--data={F.data}: no such file.')
     data = data if data.is_file() else None
@@ -649,10 +656,9 @@ def resolve_flags(F):
     F.accum_steps = F.accum_steps or choose_accum_steps(F.batch_size, F.maxlen, mesh)
     size = f'{F.num_transformer_blocks}x{F.embed_dim}-b{F.batch_size}-s{F.seed}'
     workdir = pathlib.Path(F.workdir or f'runs/{data.stem if data else "grammar"}-{size}')
-    kind = jax.devices()[0].device_kind.replace('cpu', 'simulated cpu' if mesh.size > 1 else 'cpu')
-    say(f'{data or "built-in grammar"} -> {workdir} | mesh {F.mesh} of {kind} devices')
-    return data, workdir
-
+    say(f'{data or "built-in grammar"} -> {workdir} | mesh {F.mesh} of {mesh.size} devices, '
+        f'{jax.devices()[0].device_kind}' + ' (simulated)' * (jax.default_backend() == 'cpu'))
+    return mesh, data, workdir
 def check_resume(workdir, step, old, new):
     """Exits if what must not change has; says what else has. old, new: {setting: value}."""
     changes = {name: f'{name} {old[name]} -> {new[name]}' for name in new if new[name] != old[name]}
@@ -660,10 +666,9 @@ def check_resume(workdir, step, old, new):
     require(not fixed, f'{workdir} is another run ({fixed}): --workdir=NEW or --overwrite.')
     if changes:
         say(f'from step {step} on: ' + ', '.join(changes.values()))
-
 def train(F):
     """--mode=train: sets a run up, or goes on where it stopped."""
-    data, workdir = resolve_flags(F)
+    mesh, data, workdir = resolve_flags(F)
     stories = file_stories(data) if data else grammar_stories()
     words = common_words(stories) if F.tokenizer == 'words' else []
     tokenizer = load_tokenizer(F.tokenizer, words)
@@ -673,7 +678,7 @@ def train(F):
     vocab_size = tokenizer.n_vocab
     training, held_out = split_windows(ids, F.maxlen, F.batch_size)
     total = F.max_steps = F.max_steps or len(training) * F.num_epochs // F.batch_size
-    config = dict(settings={'data': digest} | values(F, FIXED + FREE), words=words)
+    config = dict(settings={'data': digest} | values(F, [*FIXED, *FREE]), words=words)
     with open_checkpoints(workdir, F.keep) as manager:   # at the end it waits for the last save
         for step in manager.all_steps() if F.overwrite else ():   # now that all is checked
             manager.delete(step)
@@ -699,26 +704,36 @@ def train(F):
         say(f'compiled in {time.perf_counter() - clock:.1f} s | MB a device: weights and optimizer '
             f'{used.argument_size_in_bytes / 1e6:.1f}, step {used.temp_size_in_bytes / 1e6:.0f}')
         reference = ('ln(vocabulary)', math.log(vocab_size)) if data else ('entropy', ENTROPY)
-        report = Report(workdir, start, total, F.batch_size * F.maxlen, schedule, reference)
+        tokens = F.batch_size * F.maxlen
+        flops = step_flops(tokens, vocab_size, **values(F, SIZES[:4]))
+        report = Report(workdir, start, total, tokens, flops, peak_flops(mesh), schedule, reference)
         batches = map(to_devices, training_batches(training, F.batch_size, F.seed, start, total))
+        next_batch = jax.profiler.annotate_function(functools.partial(next, batches), name='input')
         due = lambda steps: steps and step % steps == 0
+        traced = (start + 5, start + 5 + F.profile_steps) if F.profile_steps else ()
+        require(total >= max(traced, default=0), f'--profile_steps={F.profile_steps} needs '
+                f'{F.profile_steps + 5} steps, {total - start} are left: raise --max_steps.')
         for step in itertools.count(start):
             stop = bool(SIGNALS) if alone else manager.reached_preemption(step)
             done, val_loss = stop or step == total, None
+            if step in traced and jax.process_index() == 0:
+                report.add()   # which waits for the step before
+                profile(step - traced[0], str(workdir / 'profile'), report, next_step, F.batch_size)
             if step == total or due(F.eval_every) and not stop:
-                report.flush()
+                report.add()
                 val_loss = evaluate(model, held_out, F.batch_size // F.accum_steps, vocab_size)
-                text, = generate_text(model, tokenizer, F.maxlen, 1, **values(F, SAMPLING))
+                text, = generate_text(model, tokenizer, 1, **values(F, SAMPLING))
                 say(f'\n--- step {step}, validation loss {val_loss:.4f} ---\n{text}\n')
-                report.last = step - 1, time.perf_counter()
             if step > start and (done or due(F.checkpoint_every)):
-                report.flush()   # which exits rather than let a state gone wrong be saved
+                report.add()   # which exits rather than let a state gone wrong be saved
                 save_checkpoint(
                     manager, step, config, val_loss, done, model=model, optimizer=optimizer)
             if done:
                 break
-            trace(step - start, F.profile_steps, str(workdir / 'profile'), model)
-            model, optimizer, metrics = next_step(model, optimizer, next(batches), key)
+            if not report.unread:
+                report.clock = time.perf_counter()   # a pause is no part of a step
+            with jax.profiler.StepTraceAnnotation('train', step_num=step):
+                model, optimizer, metrics = next_step(model, optimizer, next_batch(), key)
             report.add(step, metrics, val_loss, due(F.log_every) or val_loss is not None)
         if step == total:
             report.write(step, {}, val_loss)
@@ -726,10 +741,8 @@ def train(F):
         + '; the same command goes on from there' * (step < total))
     if stop:   # exit as a process does that the signal ended
         sys.exit(128 + (SIGNALS or [signal.SIGTERM])[0])
-
-def main(argv):
+def main(argv, F=flags.FLAGS):
     """Trains or samples, as --mode says."""
-    F = flags.FLAGS
     sys.stdout.reconfigure(errors='replace')   # an ASCII terminal shows what it can
     logging.set_verbosity(logging.FATAL)       # Orbax logs what it raises as well, and its threads
     sys.unraisablehook = lambda _: None        # print it
@@ -746,6 +759,5 @@ def main(argv):
         sys.exit(130)
     except OSError as error:
         sys.exit(f'{error.filename or "writing the run"}: {error.strerror or error}')
-
 if __name__ == '__main__':
     app.run(main, flags_parser=parse_flags)
