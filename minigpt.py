@@ -6,7 +6,6 @@
 
 The mesh has two axes: `batch` splits the rows of a batch (data parallel), `model` splits attention
 heads, MLP and output layer (tensor parallel); --mesh alone chooses.
-
     Flags        each default stands here and nowhere else
     Model        TransformerBlock, TokenAndPositionEmbedding, MiniGPT, create_model
     Data         text -> file of token ids -> windows -> shuffled batches
@@ -87,15 +86,13 @@ def project(equation, x, w, *axes):
     return jnp.einsum(equation, x, w[...].astype(x.dtype), out_sharding=P('batch', None, *axes))
 def attention(q_BNTH, k_BNSH, v_BNSH, index=0):
     """Causal attention, (B, N, T, H), of queries at positions index... to keys at positions 0..."""
-    q_BNTH *= q_BNTH.shape[-1] ** -0.5
-    scores_BNTS = jnp.einsum('bnth,bnsh->bnts', q_BNTH, k_BNSH, **FLOAT32)
+    scores_BNTS = jnp.einsum('bnth,bnsh->bnts', q_BNTH * q_BNTH.shape[-1]**-0.5, k_BNSH, **FLOAT32)
     visible_TS = jnp.arange(k_BNSH.shape[2]) <= index + jnp.arange(q_BNTH.shape[2])[:, None]
     scores_BNTS = jnp.where(visible_TS, scores_BNTS, -jnp.inf)
     # Dividing by the sum at the end saves passes: 3/4 of the step of jax.nn.dot_product_attention.
     exp_BNTS = jnp.exp(scores_BNTS - jax.lax.stop_gradient(scores_BNTS.max(-1, keepdims=True)))
     out_BNTH = jnp.einsum('bnts,bnsh->bnth', exp_BNTS.astype(v_BNSH.dtype), v_BNSH, **FLOAT32)
     return (out_BNTH / exp_BNTS.sum(-1, keepdims=True)).astype(v_BNSH.dtype)
-
 class TransformerBlock(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); dropout acts where rngs are given."""
     def __init__(self, embed_dim, num_heads, feed_forward_dim, dropout, dtype, rngs):
@@ -119,7 +116,6 @@ class TransformerBlock(nnx.Module):
         x_BTD += drop(project('bnth,nhd->btd', out_BNTH, self.out))
         up_BTF = nnx.relu(project('btd,df->btf', self.norm2(x_BTD), self.up, 'model'))
         return x_BTD + drop(project('btf,fd->btd', up_BTF, self.down)), (k_BNSH, v_BNSH)
-
 class TokenAndPositionEmbedding(nnx.Module):
     """The sum of a learned vector for each token and one for each position."""
     def __init__(self, maxlen, vocab_size, embed_dim, dtype, rngs):
@@ -130,7 +126,6 @@ class TokenAndPositionEmbedding(nnx.Module):
         token_BTD = self.token_emb[...].at[ids_BT].get(out_sharding=P('batch', None, None))
         pos_TD = jax.lax.dynamic_slice_in_dim(self.pos_emb[...], index, ids_BT.shape[1])
         return (token_BTD + pos_TD).astype(self.dtype)
-
 class MiniGPT(nnx.Module):
     """Everything up to the output layer, which loss and sampler apply in their own ways."""
     def __init__(self, vocab_size, maxlen, embed_dim, num_transformer_blocks, dtype, rngs, **block):
@@ -241,7 +236,6 @@ def load_tokens(data, tokenizer, workdir):
         time.sleep(1)
     ids = np.memmap(path, dtype, 'r')
     return ids, hashlib.sha256(ids).hexdigest()[:16]
-
 class TextDataset:
     """Grain random access source of windows: maxlen tokens and the one that follows them."""
     def __init__(self, ids, maxlen, windows):
@@ -404,14 +398,13 @@ def evaluate(model, held_out, rows, vocab_size):
 
 # ---- Reports: numbers are read one step late, so that the device never waits for Python ---------
 COLUMNS = ('step', 'loss', 'grad_norm', 'learning_rate', 'tokens_per_s', 'val_loss')
-PEAKS = {'A100': 312, 'H100': 989, 'H200': 989, 'TPU v2': 22.5, 'TPU v3': 61.5, 'TPU v4': 275,
-         'TPU v5 lite': 197, 'TPU v5': 459, 'TPU v6 lite': 918}   # TFLOP/s in bfloat16, of makers
+PEAKS = {'H100': 989, 'H200': 989, 'TPU v2': 22.5, 'TPU v4': 275, 'TPU v5 lite': 197, 'TPU v5': 459}
 def say(text, end='\n', file=None):
     """Prints, in process 0 alone; a line to be overwritten (end='\\r') only on a terminal."""
     if jax.process_index() == 0 and (end == '\n' or sys.stdout.isatty()):
         print(text, end=end, file=file, flush=True)
 def peak_flops(mesh):
-    """FLOP/s of the mesh: as its makers say, inf if unknown; of CPUs in a matmul timed here."""
+    """FLOP/s of the mesh: in bfloat16 by PEAKS, or inf; of CPUs in a float32 matmul timed here."""
     kind, n = mesh.devices.flat[0].device_kind, -(-2048 // mesh.size) * mesh.size
     if kind != 'cpu':
         return mesh.size * next((1e12 * PEAKS[name] for name in PEAKS if name in kind), math.inf)
@@ -421,13 +414,12 @@ def step_flops(tokens, vocab_size, num_transformer_blocks, maxlen, embed_dim, fe
     """FLOPs of a step's useful matmuls: no padded vocabulary; twice as many backward as forward."""
     block = 4 * embed_dim**2 + 2 * embed_dim * feed_forward_dim + 2 * maxlen * embed_dim
     return 6 * tokens * (num_transformer_blocks * block + vocab_size * embed_dim)
-
 class Report:
     """Log lines, rows of metrics.csv and loss.png, for the steps that are logged or validated."""
     def __init__(self, workdir, start, total, tokens, flops, peak, schedule, reference):
         self.path, self.total, self.tokens = workdir / 'metrics.csv', total, tokens
         self.flops, self.peak, self.schedule, self.reference = flops, peak, schedule, reference
-        self.unread, self.seconds, self.logged = (), [], 0   # seconds of each step; how many logged
+        self.unread, self.seconds, self.logged = (), [], 0   # each step's; how many logged
         rows = self.path.read_text(errors='replace').split('\n') if self.path.exists() else []
         rows = [a for a in rows if re.fullmatch(r'\d+(,.*){5}', a) and int(a.split(',')[0]) < start]
         if jax.process_index() == 0:
@@ -446,8 +438,7 @@ class Report:
                 self.write(step, metrics, val_loss)
         self.unread = step_under_way
     def speed(self, seconds):
-        """Tokens/s of a step that takes so long and, where the peak is known, the share of it."""
-        mfu = self.flops / seconds / self.peak
+        mfu = float(self.flops / seconds / self.peak)
         return f'{self.tokens / seconds / 1e3:.2f}k tok/s' + f' | {mfu:.0%} MFU' * (0 < mfu <= 1)
     def write(self, step, metrics, val_loss):
         """A log line and a row of metrics.csv, which is not made anew if it has gone."""
@@ -469,7 +460,6 @@ class Report:
             if val_loss is not None:
                 self.plot()
     def plot(self):
-        """Draws loss.png: training and validation loss, and a reference to compare them with."""
         rows = np.genfromtxt(self.path, delimiter=',', names=True, ndmin=1)
         figure = matplotlib.figure.Figure(figsize=(8, 5), layout='constrained')   # needs no display
         axes = figure.add_subplot(xlabel='step', ylabel='loss (nats a token)')
@@ -562,8 +552,7 @@ def generate_text(model, tokenizer, num_samples, prompt, max_new_tokens, top_k, 
         vocab_size=tokenizer.n_vocab, end=end, top_k=top_k))
     for ids in ids_BT[:num_samples, 1:stop].tolist():
         ids = ids[:start - 1] + list(itertools.takewhile(lambda i: i != end, ids[start - 1:]))
-        text = tokenizer.decode_bytes(ids).decode(errors='replace')
-        yield text.rstrip('\ufffd')   # half a character, at the cut
+        yield tokenizer.decode_bytes(ids).decode(errors='replace').rstrip('\ufffd')   # cut short
 
 # ---- Checkpoint: model, optimizer, configuration; data order and keys follow from seed and step --
 def open_checkpoints(workdir, keep=1, read_only=False):
@@ -611,9 +600,8 @@ def restore(manager, **modules):
     return 0, None
 
 # ---- Main: checks, set-up, and a loop that waits for the device only to report ------------------
-SIGNALS = []   # those that came; each asks the loop to save and stop
+SIGNALS = []   # those that came: the loop saves and stops; a second one ends the process at once
 def on_signal(number, frame):
-    """Notes the signal for the loop; a second one ends the process at once."""
     SIGNALS.append(number)
     signal.signal(number, signal.SIG_DFL)
     os.write(2, b'stopping after this step and a checkpoint\n')   # here print might break one off
@@ -716,21 +704,21 @@ def train(F):
         for step in itertools.count(start):
             stop = bool(SIGNALS) if alone else manager.reached_preemption(step)
             done, val_loss = stop or step == total, None
+            pause = done or step in traced or due(F.eval_every) or due(F.checkpoint_every)
+            if pause:   # reading the step before exits rather than let a state gone wrong be saved
+                report.add()
             if step in traced and jax.process_index() == 0:
-                report.add()   # which waits for the step before
                 profile(step - traced[0], str(workdir / 'profile'), report, next_step, F.batch_size)
             if step == total or due(F.eval_every) and not stop:
-                report.add()
                 val_loss = evaluate(model, held_out, F.batch_size // F.accum_steps, vocab_size)
                 text, = generate_text(model, tokenizer, 1, **values(F, SAMPLING))
                 say(f'\n--- step {step}, validation loss {val_loss:.4f} ---\n{text}\n')
             if step > start and (done or due(F.checkpoint_every)):
-                report.add()   # which exits rather than let a state gone wrong be saved
                 save_checkpoint(
                     manager, step, config, val_loss, done, model=model, optimizer=optimizer)
             if done:
                 break
-            if not report.unread:
+            if pause or step == start:
                 report.clock = time.perf_counter()   # a pause is no part of a step
             with jax.profiler.StepTraceAnnotation('train', step_num=step):
                 model, optimizer, metrics = next_step(model, optimizer, next_batch(), key)
@@ -742,7 +730,6 @@ def train(F):
     if stop:   # exit as a process does that the signal ended
         sys.exit(128 + (SIGNALS or [signal.SIGTERM])[0])
 def main(argv, F=flags.FLAGS):
-    """Trains or samples, as --mode says."""
     sys.stdout.reconfigure(errors='replace')   # an ASCII terminal shows what it can
     logging.set_verbosity(logging.FATAL)       # Orbax logs what it raises as well, and its threads
     sys.unraisablehook = lambda _: None        # print it
