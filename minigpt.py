@@ -644,8 +644,8 @@ def resolve_flags(F):
     F.accum_steps = F.accum_steps or choose_accum_steps(F.batch_size, F.maxlen, mesh)
     size = f'{F.num_transformer_blocks}x{F.embed_dim}-b{F.batch_size}-s{F.seed}'
     workdir = pathlib.Path(F.workdir or f'runs/{data.stem if data else "grammar"}-{size}')
-    say(f'{data or "built-in grammar"} -> {workdir} | mesh {F.mesh} of {mesh.size} devices, '
-        f'{jax.devices()[0].device_kind}' + ' (simulated)' * (jax.default_backend() == 'cpu'))
+    kind = jax.devices()[0].device_kind.replace('cpu', 'simulated cpu' if mesh.size > 1 else 'cpu')
+    say(f'{data or "built-in grammar"} -> {workdir} | mesh {F.mesh} of {kind} devices')
     return mesh, data, workdir
 def check_resume(workdir, step, old, new):
     """Exits if what must not change has; says what else has. old, new: {setting: value}."""
@@ -698,17 +698,17 @@ def train(F):
         batches = map(to_devices, training_batches(training, F.batch_size, F.seed, start, total))
         next_batch = jax.profiler.annotate_function(functools.partial(next, batches), name='input')
         due = lambda steps: steps and step % steps == 0
-        traced = (start + 5, start + 5 + F.profile_steps) if F.profile_steps else ()
-        require(total >= max(traced, default=0), f'--profile_steps={F.profile_steps} needs '
-                f'{F.profile_steps + 5} steps, {total - start} are left: raise --max_steps.')
+        ends = [start + 5, start + 5 + F.profile_steps] * (0 < F.profile_steps <= total - start - 5)
+        if F.profile_steps and not ends:
+            say(f'no profile: {total - start} steps are left, 5 + {F.profile_steps} are needed')
         for step in itertools.count(start):
             stop = bool(SIGNALS) if alone else manager.reached_preemption(step)
             done, val_loss = stop or step == total, None
-            pause = done or step in traced or due(F.eval_every) or due(F.checkpoint_every)
+            pause = done or step in ends or due(F.eval_every) or due(F.checkpoint_every)
             if pause:   # reading the step before exits rather than let a state gone wrong be saved
                 report.add()
-            if step in traced and jax.process_index() == 0:
-                profile(step - traced[0], str(workdir / 'profile'), report, next_step, F.batch_size)
+            if step in ends and jax.process_index() == 0:
+                profile(step - ends[0], str(workdir / 'profile'), report, next_step, F.batch_size)
             if step == total or due(F.eval_every) and not stop:
                 val_loss = evaluate(model, held_out, F.batch_size // F.accum_steps, vocab_size)
                 text, = generate_text(model, tokenizer, 1, **values(F, SAMPLING))

@@ -561,7 +561,7 @@ def test_the_profile_says_where_the_steps_time_went_and_shares_add_up(mesh, tmp_
     speed, shares, longest = re.search(r'--- 6 steps traced: .*\n(.*)\n(.*)\nlongest: (.*)', out).groups()
     ms, low, high, each, tera, rate = map(float, re.findall(r'[\d.]+(?= ms| TFLOP|k tok|,|\))', speed))
     assert low <= ms <= high and each == pytest.approx(ms / 8, abs=0.02)
-    assert rate * 1e3 == pytest.approx(8 * SIZES['maxlen'] / ms * 1e3, rel=0.01, abs=10)
+    assert rate * 1e3 == pytest.approx(8 * SIZES['maxlen'] / ms * 1e3, rel=0.05)
     share = {name: float(percent) for name, percent in re.findall(r'([a-z]+) ([\d.]+)%', shares)}
     assert set(share) == {'matmul', 'elementwise', 'collectives', 'input', 'idle'} or mesh == '1,1'
     assert sum(share.values()) == pytest.approx(100, abs=0.3) and share['matmul'] > 0
@@ -569,6 +569,10 @@ def test_the_profile_says_where_the_steps_time_went_and_shares_add_up(mesh, tmp_
     rows = rows_of(tmp_path / 'run')   # the traced steps are steps of the run
     assert [row['step'] for row in rows] == ['0', '8', '10', '12']
     assert len(list((tmp_path / 'run/profile').rglob('*.xplane.pb'))) == 1
+    train(tmp_path / 'run', *arguments, '--max_steps=22', '--profile_steps=6')   # resumed, traced again
+    assert '--- 6 steps traced' in capsys.readouterr().out
+    train(tmp_path / 'run', *arguments, '--max_steps=10', '--profile_steps=6', '--overwrite')
+    assert 'no profile: 10 steps are left, 5 + 6 are needed' in capsys.readouterr().out
 
 
 def test_the_log_gives_the_share_of_a_known_peak_and_none_above_it(tmp_path):
@@ -769,7 +773,7 @@ def test_two_processes_are_one_and_a_signal_to_one_stops_both(text, never_stoppe
     second.send_signal(signal.SIGTERM)
     (out, err), (silent, _) = [process.communicate(timeout=200) for process in (first, second)]
     assert (first.returncode, second.returncode) == (143, 143), err
-    assert [line for line in silent.splitlines() if '[Gloo]' not in line] == []   # a library's own
+    assert [line for line in silent.splitlines() if 'peer ranks' not in line] == []   # a library's own
     step = max(int(folder.name) for folder in (tmp_path / 'checkpoints').iterdir())
     assert f'step {step}: saved in' in out and step < 20
     pair = start_pair(text, tmp_path)
