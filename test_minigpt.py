@@ -569,7 +569,7 @@ def test_the_profile_says_where_the_steps_time_went_and_shares_add_up(mesh, tmp_
     rows = rows_of(tmp_path / 'run')   # the traced steps are steps of the run
     assert [row['step'] for row in rows] == ['0', '8', '10', '12']
     assert len(list((tmp_path / 'run/profile').rglob('*.xplane.pb'))) == 1
-    train(tmp_path / 'run', *arguments, '--max_steps=22', '--profile_steps=6')   # resumed, traced again
+    train(tmp_path / 'run', *arguments, '--max_steps=23', '--profile_steps=6')   # resumed, traced again
     assert '--- 6 steps traced' in capsys.readouterr().out
     train(tmp_path / 'run', *arguments, '--max_steps=10', '--profile_steps=6', '--overwrite')
     assert 'no profile: 10 steps are left, 5 + 6 are needed' in capsys.readouterr().out
