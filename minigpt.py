@@ -66,7 +66,7 @@ flags.DEFINE_integer('num_processes', None, 'processes in all, each with its par
 flags.DEFINE_integer('process_id', None, 'number of this process, from 0', 0)
 values = lambda F, names: {name: F[name].value for name in names}
 SAMPLING = 'prompt', 'max_new_tokens', 'top_k', 'temperature', 'seed'
-SIZES = 'num_transformer_blocks maxlen embed_dim feed_forward_dim num_heads dropout'.split()
+SIZES = 'num_transformer_blocks maxlen embed_dim num_heads feed_forward_dim dropout'.split()
 FIXED = 'tokenizer', 'batch_size', 'seed', *SIZES   # what a resume must not change; what it may:
 FREE = 'mesh dtype accum_steps max_steps learning_rate warmup_steps weight_decay clip_norm'.split()
 def require(condition, problem):
@@ -410,10 +410,10 @@ def peak_flops(mesh):
         return mesh.size * next((1e12 * PEAKS[name] for name in PEAKS if name in kind), math.inf)
     a_NN, b_NN = jnp.ones((n, n), out_sharding=P(('batch', 'model'))), jnp.ones((n, n))
     return 2 * n**3 / min(timeit.repeat(lambda: (a_NN @ b_NN).block_until_ready(), number=1))
-def step_flops(tokens, vocab_size, num_transformer_blocks, maxlen, embed_dim, feed_forward_dim):
+def step_flops(tokens, vocab, num_transformer_blocks, maxlen, embed_dim, feed_forward_dim, **_):
     """FLOPs of a step's useful matmuls: no padded vocabulary; twice as many backward as forward."""
     block = 4 * embed_dim**2 + 2 * embed_dim * feed_forward_dim + 2 * maxlen * embed_dim
-    return 6 * tokens * (num_transformer_blocks * block + vocab_size * embed_dim)
+    return 6 * tokens * (num_transformer_blocks * block + vocab * embed_dim)
 class Report:
     """Log lines, rows of metrics.csv and loss.png, for the steps that are logged or validated."""
     def __init__(self, workdir, start, total, tokens, flops, peak, schedule, reference):
@@ -540,7 +540,7 @@ def encode_prompt(tokenizer, prompt, maxlen):
     require(len(ids) < maxlen, f'--prompt has {len(ids) - 1} tokens, maxlen room for {maxlen - 2}.')
     return ids
 def generate_text(model, tokenizer, num_samples, prompt, max_new_tokens, top_k, temperature, seed):
-    """Texts from the prompt up to end-of-text or the limit; the same seed gives the same texts."""
+    """Yields texts up to end-of-text or the limit, less half a character there; seed decides."""
     maxlen, end = len(model.embedding_layer.pos_emb), tokenizer.eot_token
     prompt_ids = encode_prompt(tokenizer, prompt, maxlen)
     start, batch = len(prompt_ids), jax.sharding.get_mesh().shape['batch']
@@ -552,7 +552,7 @@ def generate_text(model, tokenizer, num_samples, prompt, max_new_tokens, top_k, 
         vocab_size=tokenizer.n_vocab, end=end, top_k=top_k))
     for ids in ids_BT[:num_samples, 1:stop].tolist():
         ids = ids[:start - 1] + list(itertools.takewhile(lambda i: i != end, ids[start - 1:]))
-        yield tokenizer.decode_bytes(ids).decode(errors='replace').rstrip('\ufffd')   # cut short
+        yield tokenizer.decode_bytes(ids).decode(errors='replace').rstrip('\ufffd')
 
 # ---- Checkpoint: model, optimizer, configuration; data order and keys follow from seed and step --
 def open_checkpoints(workdir, keep=1, read_only=False):
@@ -599,7 +599,7 @@ def restore(manager, **modules):
     require(not manager.all_steps(), f'{manager.directory}: no checkpoint could be read.')
     return 0, None
 
-# ---- Main: checks, set-up, and a loop that waits for the device only to report ------------------
+# ---- Main: checks, set-up, and a loop that reads a step when the next one is under way ----------
 SIGNALS = []   # those that came: the loop saves and stops; a second one ends the process at once
 def on_signal(number, frame):
     SIGNALS.append(number)
@@ -693,7 +693,7 @@ def train(F):
             f'{used.argument_size_in_bytes / 1e6:.1f}, step {used.temp_size_in_bytes / 1e6:.0f}')
         reference = ('ln(vocabulary)', math.log(vocab_size)) if data else ('entropy', ENTROPY)
         tokens = F.batch_size * F.maxlen
-        flops = step_flops(tokens, vocab_size, **values(F, SIZES[:4]))
+        flops = step_flops(tokens, vocab_size, **values(F, SIZES))
         report = Report(workdir, start, total, tokens, flops, peak_flops(mesh), schedule, reference)
         batches = map(to_devices, training_batches(training, F.batch_size, F.seed, start, total))
         next_batch = jax.profiler.annotate_function(functools.partial(next, batches), name='input')
@@ -718,7 +718,7 @@ def train(F):
                     manager, step, config, val_loss, done, model=model, optimizer=optimizer)
             if done:
                 break
-            if pause or step == start:
+            if not report.unread:
                 report.clock = time.perf_counter()   # a pause is no part of a step
             with jax.profiler.StepTraceAnnotation('train', step_num=step):
                 model, optimizer, metrics = next_step(model, optimizer, next_batch(), key)

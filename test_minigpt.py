@@ -509,7 +509,7 @@ def test_the_order_of_batches_follows_from_seed_and_step_alone():
     assert not np.array_equal(epochs[:180], epochs[180:360])           # shuffled anew each epoch
 
 
-# ---- The mesh and bad input ---------------------------------------------------------------------
+# ---- Profile and speed --------------------------------------------------------------------------
 
 def test_flops_are_those_of_xlas_cost_analysis_of_the_default_model(monkeypatch):
     minigpt.create_mesh('1,1')
@@ -589,6 +589,8 @@ def test_many_arrays_on_many_devices_are_summed_and_evaluated_without_a_deadlock
               '--batch_size=8', '--max_steps=2', f'--workdir={tmp_path / "run"}')
     assert run.returncode == 0, run.stderr
 
+
+# ---- The mesh and bad input ---------------------------------------------------------------------
 
 @pytest.mark.parametrize('text, devices, simulated, shape', [
     ('4,2', 8, False, (4, 2)), ('-1,2', 8, False, (4, 2)), ('2,-1', 8, False, (2, 4)),
