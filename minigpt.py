@@ -143,10 +143,10 @@ class MiniGPT(nnx.Module):
         return self.norm(x_BTD), new_caches
 def create_model(seed, vocab_size, dtype, **settings):
     """MiniGPT of --dtype, its vocabulary padded; each parameter is made sharded, never whole."""
-    if dtype == 'auto':
-        dtype = 'float32' if jax.devices()[0].platform == 'cpu' else 'bfloat16'
+    auto = 'float32' if jax.devices()[0].platform == 'cpu' else 'bfloat16'
+    dtype = jnp.dtype(auto if dtype == 'auto' else dtype)
     rows = -(-vocab_size // 128) * 128   # GPT-2's 50257 is odd: no `model` axis could split it
-    return jax.jit(lambda: MiniGPT(rows, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(seed), **settings))()
+    return jax.jit(lambda: MiniGPT(rows, dtype=dtype, rngs=nnx.Rngs(seed), **settings))()
 def gather(model):
     """The model with each parameter whole over `batch`, as the forward pass needs it (FSDP)."""
     spec = lambda a: P(*(None if n == 'batch' else n for n in jax.typeof(a).sharding.spec))
@@ -155,21 +155,17 @@ def gather(model):
 # ---- Data: one stream of token ids in a memory-mapped file, cut into windows; nothing is padded --
 END = '<|endoftext|>'
 WORDS = r' ?[^\W\d_]+| ?[^\s\w]|\s|\d|_'   # a word with the space before it, or one character
-BLOCK = 1 << 22                            # characters read at a time
+BLOCK = 1 << 16                            # characters read at a time, and of the longest piece
 STORY = ('Once upon a time there was a {mood} {animal} named {name}. {name} lived in the {place} '
          'and loved to {play}. One day {name} found a {color} {thing} near the {place}. Then a '
          '{feeling} {friend} came by. {name} gave the {color} {thing} to the {friend}. The '
          '{friend} was not {feeling} any more and they {deed} until the night.')
 CHOICES = dict(
-    mood='little brave happy shy clever sleepy hungry kind',
-    animal='dog cat fox hen bear duck frog mouse', name='Max Lily Tom Mia Sam Zoe Ben Anna',
-    place='forest garden village park meadow barn valley jungle',
-    play='run jump swim climb dance sing dig hide',
-    color='red blue green white yellow pink golden silver',
-    thing='ball key cake hat scarf drum coin pillow',
-    feeling='sad lost tired cold thirsty lonely scared bored',
-    friend='bird rabbit turtle squirrel goat pony bee owl',
-    deed='laughed talked walked danced rested sat smiled cooked')
+    mood='shy bold glad kind wise calm lazy tiny', animal='dog cat fox hen bear duck frog mouse',
+    name='Max Lily Tom Mia Sam Zoe Ben Anna', place='park town farm zoo yard barn wood cave',
+    play='run jump swim climb dance sing dig hide', color='red blue green gray pink tan black gold',
+    thing='ball key cake hat cup pen coin bell', feeling='sad lost tired cold weak sick hurt mad',
+    friend='bird wolf pony goat pig crab bee owl', deed='sang hid talked danced ran sat ate played')
 ENTROPY = sum(math.log(len(words.split())) for words in CHOICES.values()) / 64   # nats a token
 def grammar_stories():
     """Yields the 2,112 built-in stories, always the same: 2,048 to train on and 64 held out."""
@@ -183,6 +179,7 @@ def file_stories(path):
     with open(path, encoding='utf-8-sig') as file:   # any line ending, and a byte-order mark
         try:
             for block in itertools.chain(iter(lambda: file.read(BLOCK), ''), [END]):
+                require('\0' not in block, f'{path} is not UTF-8 text: it holds NUL characters.')
                 *stories, rest = (rest + block).split(END)
                 yield from (story.strip() + END for story in stories if story.strip())
                 while len(rest) > BLOCK + len(END):   # so that no END is cut in two
@@ -190,7 +187,8 @@ def file_stories(path):
                     rest = rest[BLOCK:]
         except UnicodeDecodeError as error:
             at = file.buffer.tell() - len(error.object) + error.start
-            sys.exit(f'{path} is not UTF-8 text: {error.reason} at byte {at}.')
+            sys.exit(f'{path} is not UTF-8 text: {error.reason} at byte {at}. Use gunzip or iconv?')
+stories_of = lambda data: file_stories(data) if data else grammar_stories()
 def common_words(stories):
     """The 4,096 most frequent words of the first 10,000 stories."""
     text = ''.join(itertools.islice(stories, 10000)).replace(END, '\n')
@@ -206,8 +204,10 @@ def load_tokenizer(name, words=()):
     require(name in known, f'--tokenizer={name} is not one of bytes, words, {", ".join(known)}.')
     try:
         return tiktoken.get_encoding(name)
-    except OSError:
-        sys.exit(f'--tokenizer={name} cannot be loaded: set TIKTOKEN_CACHE_DIR, or use words.')
+    except OSError as error:
+        url = str(getattr(getattr(error, 'request', None), 'url', error))
+        sys.exit(f'--tokenizer={name} needs a network, or TIKTOKEN_CACHE_DIR set to a folder with '
+                 f'{url} in it, named {hashlib.sha1(url.encode()).hexdigest()}. words needs none.')
 def write_tokens(path, stories, tokenizer, dtype):
     """Writes END and the stories as ids, in bounded memory, whole or not at all."""
     count, pieces, stories = 0, [END], iter(stories)
@@ -218,7 +218,7 @@ def write_tokens(path, stories, tokenizer, dtype):
                 lists = tokenizer.encode_batch(pieces, num_threads=os.cpu_count(),
                                                allowed_special={END}, disallowed_special=())
                 count += file.write(np.fromiter(itertools.chain.from_iterable(lists), dtype))
-                pieces = list(itertools.islice(stories, 4096))
+                pieces = list(itertools.islice(stories, 512))
                 say(f'{path}: {count // dtype().itemsize:,} tokens', end='\r' if pieces else '\n')
         os.replace(part, path)
     finally:
@@ -231,7 +231,7 @@ def load_tokens(data, tokenizer, workdir):
     path = folder / f'{data.name if data else "grammar"}.{tokenizer.name}.{source}.tokens'
     dtype = np.uint16 if tokenizer.n_vocab <= 1 << 16 else np.uint32
     if jax.process_index() == 0 and not path.exists():
-        write_tokens(path, file_stories(data) if data else grammar_stories(), tokenizer, dtype)
+        write_tokens(path, stories_of(data), tokenizer, dtype)
     while not path.exists():   # process 0 writes it
         time.sleep(1)
     ids = np.memmap(path, dtype, 'r')
@@ -250,7 +250,7 @@ def split_windows(ids, maxlen, batch_size):
     windows = range((ids.size - 1) // maxlen)
     training = len(windows) - min(64, -(-len(windows) // 10))
     require(training >= batch_size, f'{ids.size} tokens give {training} windows of {maxlen} to '
-            f'train on, fewer than a batch of {batch_size}: smaller --batch_size or more text.')
+            f'train on, fewer than --batch_size={batch_size}: lower it or --maxlen, or add text.')
     return [TextDataset(ids, maxlen, part) for part in (windows[:training], windows[training:])]
 def training_batches(dataset, batch_size, seed, start, total):
     """Iterator of the (B, S) batches of steps start to total; seed and step alone decide them."""
@@ -277,7 +277,8 @@ def mesh_shape(text, devices, simulated):
     return batch, model
 def create_mesh(text, processes=1):
     """Makes the mesh of --mesh the current one. Explicit axes: shardings are part of types."""
-    wanted = math.prod(int(n) or 1 for n in re.findall(r'\d+', text.replace('-1', ''))) // processes
+    wanted = math.prod(map(int, re.findall(r'(?<!-)\b\d+', text))) // processes
+    require(wanted <= 256, f'--mesh={text} needs {wanted} devices, 256 at most can be simulated.')
     with contextlib.suppress(RuntimeError):   # JAX has begun, with the devices that it has
         jax.config.update('jax_num_cpu_devices', max(wanted, jax.config.jax_num_cpu_devices))
     shape = mesh_shape(text, jax.device_count(), jax.default_backend() == 'cpu' and processes == 1)
@@ -288,15 +289,15 @@ def create_mesh(text, processes=1):
 def check_sizes(mesh, batch_size, accum_steps, embed_dim, num_heads, feed_forward_dim, **_):
     """Exits unless every size divides by what splits it."""
     batch, model = mesh.devices.shape
+    require(128 % model == 0, f'--mesh={batch},{model}: model must be a power of 2, at most 128.')
     for name, size, by, parts in [
             ('--batch_size', batch_size, 'batch axis x --accum_steps', batch * max(1, accum_steps)),
             ('--embed_dim', embed_dim, '--num_heads', num_heads),
             ('--num_heads', num_heads, 'model axis', model),
-            ('--feed_forward_dim', feed_forward_dim, 'model axis', model),
-            ('the padding unit of the vocabulary', 128, 'model axis', model)]:
-        fits = sorted({str(max(parts, size // parts * parts)), str(-(-size // parts) * parts)})
-        require(size % parts == 0,
-                f'{name}={size} is not divisible by {by}={parts}: use {" or ".join(fits)}.')
+            ('--feed_forward_dim', feed_forward_dim, 'model axis', model)]:
+        less = size // parts * parts
+        require(size == less, f'{name}={size} is not divisible by {by}={parts}: use '
+                f'{max(less, parts)} or {max(less, parts) + parts}.')
 def choose_accum_steps(batch_size, maxlen, mesh):
     """Micro-batches a step. No timing decides, only shapes and mesh: a resume must repeat them."""
     # Tokens a device and micro-batch: on 2 CPU cores 8,192 took 1.2 times as long as 2,048.
@@ -340,18 +341,19 @@ def token_losses(x_BTD, w_VD, y_BT, vocab_size):
     return jax.shard_map(local, in_specs=(x, w, y), out_specs=(y, x, w))(x_BTD, w_VD, y_BT)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def cross_entropy(x_BTD, w_VD, y_BT, vocab_size):
-    """The mean of token_losses, whose gradients are found on the way forward."""
-    return token_losses(x_BTD, w_VD, y_BT, vocab_size)[0].mean()
-def cross_entropy_forward(x_BTD, w_VD, y_BT, vocab_size):
-    losses_BT, *grads = token_losses(x_BTD, w_VD, y_BT, vocab_size)
-    return losses_BT.mean(), [(grad / y_BT.size).astype(grad.dtype) for grad in grads]
+    """The sum of token_losses, whose gradients are found on the way forward."""
+    return token_losses(x_BTD, w_VD, y_BT, vocab_size)[0].sum()
+def cross_entropy_forward(*arguments):
+    losses_BT, *grads = token_losses(*arguments)
+    return losses_BT.sum(), grads
 cross_entropy.defvjp(cross_entropy_forward, lambda vocab_size, grads, g: (
     *((grad * g).astype(grad.dtype) for grad in grads), None))
 def loss_fn(model, ids_BS, vocab_size, dropout_key=None):
     """Mean loss over the windows, nats a token: each token is predicted from those before it."""
     rngs = None if dropout_key is None else nnx.Rngs(dropout=dropout_key)
     x_BTD, _ = model(ids_BS[:, :-1], rngs=rngs)
-    return cross_entropy(x_BTD, model.output_layer[...], ids_BS[:, 1:], vocab_size)
+    y_BT = ids_BS[:, 1:]
+    return cross_entropy(x_BTD, model.output_layer[...], y_BT, vocab_size) / y_BT.size
 def create_optimizer(model, peak, warmup_steps, total_steps, weight_decay, clip_norm):
     """(optimizer, schedule): clipped AdamW; linear warm-up to peak, a cosine down to peak / 10."""
     warmup_steps = min(warmup_steps, total_steps - 1)
@@ -378,9 +380,8 @@ def train_step(model, optimizer, ids_BS, key, *, vocab_size, accum_steps, dropou
     zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, model)
     (loss, grads), _ = jax.lax.scan(add, zeros, micro_batches)
     loss, grads = jax.tree.map(lambda total: total / accum_steps, (loss, grads))
-    grad_norm = optax.tree.norm(jax.tree.leaves(grads))
     optimizer.update(model, grads)
-    return model, optimizer, {'loss': loss, 'grad_norm': grad_norm}
+    return model, optimizer, {'loss': loss, 'grad_norm': optax.tree.norm(jax.tree.leaves(grads))}
 @functools.partial(jax.jit, static_argnames='vocab_size')
 def eval_step(model, ids_BS, *, vocab_size):
     """Mean loss of each window: (B,) nats a token, dropout off."""
@@ -391,10 +392,10 @@ def eval_step(model, ids_BS, *, vocab_size):
 def evaluate(model, held_out, rows, vocab_size):
     """Mean loss of the held-out windows, nats a token, `rows` of them at a time."""
     batches = grain.MapDataset.source(held_out).repeat().batch(rows)   # from the front, to fill up
-    losses = []   # each is waited for: on simulated devices, several in flight can lock each other
-    for i in range(-(-len(held_out) // rows)):
-        losses.extend(np.asarray(eval_step(model, to_devices(batches[i]), vocab_size=vocab_size)))
-    return np.mean(losses[:len(held_out)])
+    # asarray waits for each: on simulated devices, several in flight can lock each other.
+    losses = [np.asarray(eval_step(model, to_devices(batches[i]), vocab_size=vocab_size))
+              for i in range(-(-len(held_out) // rows))]
+    return np.concatenate(losses)[:len(held_out)].mean()
 
 # ---- Reports: numbers are read one step late, so that the device never waits for Python ---------
 COLUMNS = ('step', 'loss', 'grad_norm', 'learning_rate', 'tokens_per_s', 'val_loss')
@@ -479,12 +480,8 @@ def op_kinds(hlo):
         collective = re.match('all-|reduce-scatter|collective-', code)
         kinds[op] = 'matmul' if matmul else 'collectives' if collective else 'elementwise'
     return kinds
-def profile(num_steps, folder, report, program, batch_size):
-    """Begins a trace (num_steps 0), or ends one of so many steps and prints what took the time."""
-    if num_steps == 0:
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0   # Python would fill the trace, and slow what is traced
-        return jax.profiler.start_trace(folder, profiler_options=options)
+def profile(folder, program, report, num_steps, batch_size):
+    """Ends the trace of num_steps train steps and prints what they spent their time on."""
     jax.profiler.stop_trace()
     kinds, seconds = op_kinds(program.as_text()), np.array(report.seconds[-num_steps:])
     path = max(glob.glob(f'{folder}/plugins/profile/*/*.xplane.pb'), key=os.path.getmtime)
@@ -612,14 +609,17 @@ def parse_flags(argv):
     try:
         rest = flags.FLAGS(argv)
     except flags.Error as error:
-        sys.exit(f'{error} See --help.')
-    require(not rest[1:], f'Stray argument {rest[-1]!r}: flags begin with --, as in --mesh=4,2.')
+        sys.exit(f'{error}. See --help.')
+    except SystemExit:   # from --help, which ends with 1 in absl
+        sys.exit(0)
+    require(not rest[1:], f'Stray argument {rest[1:2]}: flags begin with --, as in --mesh=4,2.')
+    require('nan' not in map(repr, flags.FLAGS.flag_values_dict().values()), 'No flag may be nan.')
     return rest
 def sample(F):
     """--mode=sample: text to stdout. Model, settings and tokenizer come from the checkpoint."""
     mesh, saved = create_mesh(F.mesh, F.num_processes or 1), glob.glob('runs/*/checkpoints/*[0-9]')
     newest = max(saved, key=os.path.getmtime, default='runs/checkpoints/none')
-    run = pathlib.Path(F.workdir or pathlib.Path(newest).parents[1])
+    run = pathlib.Path(F.workdir or pathlib.Path(newest).parents[1]).expanduser()
     manager = open_checkpoints(run, read_only=True)
     step, config = restore(manager)
     require(step, f'{run} has no checkpoint to sample from: train first, or set --workdir.')
@@ -642,8 +642,8 @@ def resolve_flags(F):
     F.mesh, F.batch_size = f'{batch},{model}', F.batch_size or -(-rows // batch) * batch
     check_sizes(mesh, F.batch_size, F.accum_steps, F.embed_dim, F.num_heads, F.feed_forward_dim)
     F.accum_steps = F.accum_steps or choose_accum_steps(F.batch_size, F.maxlen, mesh)
-    size = f'{F.num_transformer_blocks}x{F.embed_dim}-b{F.batch_size}-s{F.seed}'
-    workdir = pathlib.Path(F.workdir or f'runs/{data.stem if data else "grammar"}-{size}')
+    name = f'{data.stem if data else "grammar"}-{F.num_transformer_blocks}x{F.embed_dim}'
+    workdir = pathlib.Path(F.workdir or f'runs/{name}-b{F.batch_size}-s{F.seed}').expanduser()
     kind = jax.devices()[0].device_kind.replace('cpu', 'simulated cpu' if mesh.size > 1 else 'cpu')
     say(f'{data or "built-in grammar"} -> {workdir} | mesh {F.mesh} of {kind} devices')
     return mesh, data, workdir
@@ -657,8 +657,7 @@ def check_resume(workdir, step, old, new):
 def train(F):
     """--mode=train: sets a run up, or goes on where it stopped."""
     mesh, data, workdir = resolve_flags(F)
-    stories = file_stories(data) if data else grammar_stories()
-    words = common_words(stories) if F.tokenizer == 'words' else []
+    words = common_words(stories_of(data)) if F.tokenizer == 'words' else []
     tokenizer = load_tokenizer(F.tokenizer, words)
     encode_prompt(tokenizer, F.prompt, F.maxlen)   # to fail before anything compiles
     (workdir / 'checkpoints').mkdir(parents=True, exist_ok=True)
@@ -681,13 +680,13 @@ def train(F):
         optimizer, schedule = create_optimizer(
             model, F.learning_rate, F.warmup_steps, total, F.weight_decay, F.clip_norm)
         start, _ = restore(manager, model=model, optimizer=optimizer)
-        say(f'{sum(a.size for a in jax.tree.leaves(model)):,} parameters | {len(training):,} '
-            f'windows, {len(held_out)} held out | steps {start} to {total} of {F.batch_size} x '
-            f'{F.maxlen} tokens in {F.accum_steps} micro-batches\ncompiling')
+        say(f'{optax.tree.size(model):,} parameters | {len(training):,} windows, {len(held_out)} '
+            f'held out | steps {start} to {total} of {F.batch_size} x {F.maxlen} tokens in '
+            f'{F.accum_steps} micro-batches\ncompiling')
         clock, key = time.perf_counter(), jax.random.key(F.seed)
-        next_step = train_step.lower(
-            model, optimizer, to_devices(np.zeros((F.batch_size, F.maxlen + 1), np.int32)), key,
-            vocab_size=vocab_size, accum_steps=F.accum_steps, dropout=F.dropout > 0).compile()
+        ids_BS = to_devices(np.zeros((F.batch_size, F.maxlen + 1), np.int32))
+        next_step = train_step.lower(model, optimizer, ids_BS, key, vocab_size=vocab_size,
+                                     accum_steps=F.accum_steps, dropout=F.dropout > 0).compile()
         used = next_step.memory_analysis()
         say(f'compiled in {time.perf_counter() - clock:.1f} s | MB a device: weights and optimizer '
             f'{used.argument_size_in_bytes / 1e6:.1f}, step {used.temp_size_in_bytes / 1e6:.0f}')
@@ -704,13 +703,14 @@ def train(F):
         for step in itertools.count(start):
             stop = bool(SIGNALS) if alone else manager.reached_preemption(step)
             done, val_loss = stop or step == total, None
-            pause = done or step in ends or due(F.eval_every) or due(F.checkpoint_every)
-            if pause:   # reading the step before exits rather than let a state gone wrong be saved
-                report.add()
+            if done or step in ends or due(F.eval_every) or due(F.checkpoint_every):
+                report.add()   # exits rather than let a state that has gone wrong be saved
             if step in ends and jax.process_index() == 0:
-                profile(step - ends[0], str(workdir / 'profile'), report, next_step, F.batch_size)
+                jax.profiler.start_trace(workdir / 'profile') if step == ends[0] else profile(
+                    workdir / 'profile', next_step, report, F.profile_steps, F.batch_size)
             if step == total or due(F.eval_every) and not stop:
                 val_loss = evaluate(model, held_out, F.batch_size // F.accum_steps, vocab_size)
+                require(np.isfinite(val_loss), f'step {step}: validation {val_loss}: not saved')
                 text, = generate_text(model, tokenizer, 1, **values(F, SAMPLING))
                 say(f'\n--- step {step}, validation loss {val_loss:.4f} ---\n{text}\n')
             if step > start and (done or due(F.checkpoint_every)):
