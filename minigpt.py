@@ -390,9 +390,8 @@ def eval_step(model, ids_BS, *, vocab_size):
     losses_BT, *_ = token_losses(x_BTD, model.output_layer[...], ids_BS[:, 1:], vocab_size)
     return jax.reshard(losses_BT.mean(-1), P())
 def evaluate(model, held_out, rows, vocab_size):
-    """Mean loss of the held-out windows, nats a token, `rows` of them at a time."""
+    """Mean loss in nats a token, `rows` at a time: each waited for, or simulated devices lock."""
     batches = grain.MapDataset.source(held_out).repeat().batch(rows)   # from the front, to fill up
-    # asarray waits for each: on simulated devices, several in flight can lock each other.
     losses = [np.asarray(eval_step(model, to_devices(batches[i]), vocab_size=vocab_size))
               for i in range(-(-len(held_out) // rows))]
     return np.concatenate(losses)[:len(held_out)].mean()
@@ -537,7 +536,7 @@ def encode_prompt(tokenizer, prompt, maxlen):
     require(len(ids) < maxlen, f'--prompt has {len(ids) - 1} tokens, maxlen room for {maxlen - 2}.')
     return ids
 def generate_text(model, tokenizer, num_samples, prompt, max_new_tokens, top_k, temperature, seed):
-    """Yields texts up to end-of-text or the limit, less half a character there; seed decides."""
+    """Yields texts up to an id that is no text, or the limit, less half a character at the cut."""
     maxlen, end = len(model.embedding_layer.pos_emb), tokenizer.eot_token
     prompt_ids = encode_prompt(tokenizer, prompt, maxlen)
     start, batch = len(prompt_ids), jax.sharding.get_mesh().shape['batch']
@@ -547,8 +546,9 @@ def generate_text(model, tokenizer, num_samples, prompt, max_new_tokens, top_k, 
     ids_BT = np.asarray(generate_tokens(
         model, to_devices(ids_BT), start, stop, jax.random.key(seed), temperature,
         vocab_size=tokenizer.n_vocab, end=end, top_k=top_k))
+    text_ids = set(map(tokenizer.encode_single_token, tokenizer.token_byte_values()))
     for ids in ids_BT[:num_samples, 1:stop].tolist():
-        ids = ids[:start - 1] + list(itertools.takewhile(lambda i: i != end, ids[start - 1:]))
+        ids = ids[:start - 1] + list(itertools.takewhile(text_ids.__contains__, ids[start - 1:]))
         yield tokenizer.decode_bytes(ids).decode(errors='replace').rstrip('\ufffd')
 
 # ---- Checkpoint: model, optimizer, configuration; data order and keys follow from seed and step --
