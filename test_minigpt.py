@@ -401,6 +401,24 @@ def test_tokens_are_drawn_from_the_softmax_of_the_k_largest_logits_over_temperat
     assert not np.array_equal(*ranks)
 
 
+def test_greedy_text_is_the_same_on_every_mesh():
+    tokenizer = minigpt.load_tokenizer('bytes')
+    texts = [write(tiny_model(mesh, vocab_size=257), tokenizer, 'ab', temperature=0.0) for mesh in MESHES]
+    assert texts == texts[:1] * 5 and len(texts[0][0]) > 2
+
+
+def test_a_model_trained_on_short_stories_stops_where_they_stop(tmp_path, capsys):
+    (tmp_path / 'text.txt').write_text('ab<|endoftext|>' * 600)
+    rows = train(tmp_path / 'run', f'--data={tmp_path / "text.txt"}', '--batch_size=8', '--mesh=1,1',
+                 '--num_epochs=4', '--learning_rate=1e-2', '--eval_every=0')
+    windows = 600 * 3 // 16                # tokens after the first are 600 x (a, b, end)
+    training = windows - math.ceil(windows / 10)
+    assert int(rows[-1]['step']) == training * 4 // 8
+    capsys.readouterr()
+    minigpt.sample(parse('--mode=sample', f'--workdir={tmp_path / "run"}', '--prompt=a', '--temperature=0'))
+    assert capsys.readouterr().out == 'ab\n'
+
+
 def test_ids_that_stand_for_nothing_are_not_written():
     tokenizer = tiktoken.Encoding('gap', pat_str='.', special_tokens={'<|endoftext|>': 299},
                                   mergeable_ranks={bytes([i]): i for i in range(256)})
@@ -1084,7 +1102,8 @@ def test_a_checkpoint_goes_on_on_another_mesh_and_names_what_may_not_change(tmp_
 
 def test_the_script_trains_samples_and_compiles_its_step_once(tmp_path):
     run = cli(*TINY, '--max_steps=12', '--eval_every=6', '--mesh=2,2', '--batch_size=4', '--profile_steps=3',
-              cwd=tmp_path, JAX_DUMP_IR_TO=str(tmp_path / 'ir'))
+              cwd=tmp_path, JAX_DUMP_IR_TO=str(tmp_path / 'ir'), PYTHONWARNINGS='error:::__main__',
+              HTTPS_PROXY='http://127.0.0.1:9', TIKTOKEN_CACHE_DIR='')   # and with no network
     assert run.returncode == 0, run.stderr
     assert len(list((tmp_path / 'ir').glob('*jit_train_step*compile*'))) == 1
     assert 'Traceback' not in run.stderr and 'donated' not in run.stderr
@@ -1095,10 +1114,17 @@ def test_the_script_trains_samples_and_compiles_its_step_once(tmp_path):
     assert float(rows[-1]['val_loss']) > minigpt.ENTROPY - 0.005
     assert 'simulated' in run.stdout and 'entropy' in run.stdout
     assert 'MB a device: weights and optimizer' in run.stdout
-    sample = cli('--mode=sample', '--prompt=One day', '--num_samples=2', cwd=tmp_path)
+    sample = cli('--mode=sample', '--prompt=One naïve day', '--num_samples=2', cwd=tmp_path,
+                 LC_ALL='C', PYTHONUTF8='1', PYTHONIOENCODING='ascii')   # an old terminal, UTF-8 arguments
     assert sample.returncode == 0, sample.stderr
-    assert sample.stdout.count('One day') == 2 and 'runs' not in sample.stdout
-    assert sample.stdout.startswith('One day')
+    assert sample.stdout.count('One na?ve day') == 2 and 'runs' not in sample.stdout
+    assert sample.stdout.startswith('One na?ve day')
+
+
+def test_flags_may_stand_in_a_file(tmp_path):
+    (tmp_path / 'flags.txt').write_text('--mesh=4,2\n# a comment\n--batch_size=16\n')
+    F = parse(f'--flagfile={tmp_path / "flags.txt"}', '--batch_size=8')
+    assert (F.mesh, F.batch_size) == ('4,2', 8)
 
 
 def test_the_command_line_speaks_in_single_lines(tmp_path):
