@@ -1102,8 +1102,9 @@ def test_a_checkpoint_goes_on_on_another_mesh_and_names_what_may_not_change(tmp_
 
 def test_the_script_trains_samples_and_compiles_its_step_once(tmp_path):
     run = cli(*TINY, '--max_steps=12', '--eval_every=6', '--mesh=2,2', '--batch_size=4', '--profile_steps=3',
-              cwd=tmp_path, JAX_DUMP_IR_TO=str(tmp_path / 'ir'), PYTHONWARNINGS='error:::__main__',
-              HTTPS_PROXY='http://127.0.0.1:9', TIKTOKEN_CACHE_DIR='')   # and with no network
+              cwd=tmp_path, JAX_DUMP_IR_TO=str(tmp_path / 'ir'), HTTPS_PROXY='http://127.0.0.1:9',
+              TIKTOKEN_CACHE_DIR='',   # no network; and no warning, but of a type of JAX's profiler
+              PYTHONWARNINGS='error:::__main__,ignore:builtin type:DeprecationWarning')
     assert run.returncode == 0, run.stderr
     assert len(list((tmp_path / 'ir').glob('*jit_train_step*compile*'))) == 1
     assert 'Traceback' not in run.stderr and 'donated' not in run.stderr
