@@ -34,33 +34,33 @@ flags.DEFINE_string('workdir', None, 'folder of the run; unset: runs/NAME, or to
 flags.DEFINE_bool('overwrite', False, 'delete the run in the workdir and start anew')
 flags.DEFINE_integer('keep', 3, 'newest checkpoints kept, beside the best by validation loss', 1)
 flags.DEFINE_string('mesh', '-1,1', 'devices as batch,model; -1: all; on CPUs they are simulated')
-flags.DEFINE_integer('num_transformer_blocks', 8, 'blocks', 1)
-flags.DEFINE_integer('maxlen', None, 'tokens of context; unset: 256, or 64 for the grammar', 2)
-flags.DEFINE_integer('embed_dim', 256, 'width of embeddings and blocks', 1)
-flags.DEFINE_integer('num_heads', 8, 'attention heads a block', 1)
-flags.DEFINE_integer('feed_forward_dim', 256, 'width inside the MLP', 1)
+flags.DEFINE_integer('num_transformer_blocks', 8, 'blocks', 1, 1000)
+flags.DEFINE_integer('maxlen', None, 'tokens of context; unset: 256, for the grammar 64', 2, 2**20)
+flags.DEFINE_integer('embed_dim', 256, 'width of embeddings and blocks', 1, 2**16)
+flags.DEFINE_integer('num_heads', 8, 'attention heads a block', 1, 2**16)
+flags.DEFINE_integer('feed_forward_dim', 256, 'width inside the MLP', 1, 2**20)
 flags.DEFINE_float('dropout', 0.0, 'dropped in training; 0.1, as in the tutorial, took 4/3', 0, 0.9)
 flags.DEFINE_enum('dtype', 'auto', ['auto', 'float32', 'bfloat16'], 'auto: float32 on CPUs')
 flags.DEFINE_string('data', None, 'text, UTF-8; unset: TinyStories-train.txt here, or a grammar')
 flags.DEFINE_string('tokenizer', None, 'bytes, words or of tiktoken; unset: gpt2 (grammar: words)')
 flags.DEFINE_integer('batch_size', None, 'windows a step; unset: 144, or 4 for the grammar', 1)
 flags.DEFINE_integer('accum_steps', 0, 'micro-batches a step; 0: by batch, maxlen and mesh', 0)
-flags.DEFINE_integer('num_epochs', 1, 'times each window is seen', 1)
+flags.DEFINE_integer('num_epochs', 1, 'times each window is seen', 1, 10**4)
 flags.DEFINE_integer('max_steps', 0, 'steps in all; 0: as the epochs give', 0, 2**31 - 1)
-flags.DEFINE_float('learning_rate', 1e-3, 'peak, after warm-up and before the cosine', 0)
+flags.DEFINE_float('learning_rate', 1e-3, 'peak, after warm-up and before the cosine', 0, 1e9)
 flags.DEFINE_integer('warmup_steps', 20, 'steps of rising rate; 50 were too many for short runs', 0)
-flags.DEFINE_float('weight_decay', 0.1, 'of AdamW, on matrices', 0)
-flags.DEFINE_float('clip_norm', 1.0, 'largest gradient norm', 0)
+flags.DEFINE_float('weight_decay', 0.1, 'of AdamW, on matrices', 0, 1e9)
+flags.DEFINE_float('clip_norm', 1.0, 'largest gradient norm', 0, 1e9)
 flags.DEFINE_integer('seed', 42, 'of parameters, order, dropout and samples', 0, 2**32 - 1)
 flags.DEFINE_integer('log_every', 10, 'steps between log lines', 1)
 flags.DEFINE_integer('eval_every', 200, 'steps between validations with a story; 0: at the end', 0)
 flags.DEFINE_integer('checkpoint_every', 200, 'steps between checkpoints; 0: at the end', 0)
 flags.DEFINE_integer('profile_steps', 0, 'steps to trace, after 5 steps of warm-up', 0)
 flags.DEFINE_string('prompt', 'Once upon a time', 'beginning of the text')
-flags.DEFINE_integer('num_samples', 1, 'texts to write', 1)
+flags.DEFINE_integer('num_samples', 1, 'texts to write', 1, 10000)
 flags.DEFINE_integer('max_new_tokens', 0, 'tokens to write; 0: to end-of-text or maxlen in all', 0)
 flags.DEFINE_integer('top_k', 10, 'draw from the k likeliest tokens; 0: from all', 0)
-flags.DEFINE_float('temperature', 1.0, '0: always the likeliest token', 0)
+flags.DEFINE_float('temperature', 1.0, '0: always the likeliest token', 0, 1e9)
 flags.DEFINE_string('coordinator', None, 'of several processes: HOST:PORT of the first, or auto')
 flags.DEFINE_integer('num_processes', None, 'processes in all, each with its part of the mesh', 1)
 flags.DEFINE_integer('process_id', None, 'number of this process, from 0', 0)
@@ -633,7 +633,7 @@ def sample(F):
 def resolve_flags(F):
     """Sets the flags that are unset; returns mesh, the text's path (None: grammar) and workdir."""
     data = pathlib.Path(F.data or 'TinyStories-train.txt').expanduser()
-    require(data.is_file() or not F.data, f'--data={F.data}: no such file.')
+    require(data.is_file() or F.data is None, f'--data={F.data}: no such file.')
     data = data if data.is_file() else None
     tokenizer, maxlen, rows = ('gpt2', 256, 144) if data else ('words', 64, 4)
     F.tokenizer, F.maxlen = F.tokenizer or tokenizer, F.maxlen or maxlen
@@ -659,11 +659,11 @@ def train(F):
     mesh, data, workdir = resolve_flags(F)
     words = common_words(stories_of(data)) if F.tokenizer == 'words' else []
     tokenizer = load_tokenizer(F.tokenizer, words)
-    encode_prompt(tokenizer, F.prompt, F.maxlen)   # to fail before anything compiles
     (workdir / 'checkpoints').mkdir(parents=True, exist_ok=True)
     ids, digest = load_tokens(data, tokenizer, workdir)
     vocab_size = tokenizer.n_vocab
     training, held_out = split_windows(ids, F.maxlen, F.batch_size)
+    encode_prompt(tokenizer, F.prompt, F.maxlen)   # to fail before anything compiles
     total = F.max_steps = F.max_steps or len(training) * F.num_epochs // F.batch_size
     config = dict(settings={'data': digest} | values(F, [*FIXED, *FREE]), words=words)
     with open_checkpoints(workdir, F.keep) as manager:   # at the end it waits for the last save

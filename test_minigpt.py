@@ -655,8 +655,13 @@ def test_meshes_that_do_not_fit_are_refused_in_one_line(text, devices, message):
     (['--mesh=100000,1'], r'--mesh=100000,1 needs 100000 devices, 256 at most'),
     (['--mesh=1,99999999999'], r'needs 99999999999 devices'),
     (['--learning_rate=nan'], r'nan'),
+    (['--learning_rate=inf'], r'learning_rate=inf: .* range'),
+    (['--num_samples=100000000000'], r'num_samples=100000000000: .* range \[1, 10000\]'),
+    (['--num_epochs=99999999999999'], r'num_epochs=99999999999999: .* range'),
+    (['--embed_dim=4000000000000'], r'embed_dim=4000000000000: .* range'),
+    (['--data='], r'--data=: no such file'),
     (['--top_k=-1'], r'--top_k=-1: .* non-negative'),
-    (['--temperature=-0.5'], r'--temperature=-0.5: .* non-negative'),
+    (['--temperature=-0.5'], r'--temperature=-0.5: .* range'),
     (['--seed=4294967296'], r'range \[0, 4294967295\]'),
     (['--workdir=' + __file__], r'test_minigpt.py/checkpoints: Not a directory'),
     (['--data=' + os.path.dirname(__file__)], r'no such file'),
@@ -710,9 +715,10 @@ def test_a_file_that_is_not_utf8_is_refused_in_one_line_that_names_the_byte(cont
 def test_a_text_with_too_little_to_train_on_is_refused_with_both_numbers(content, tmp_path):
     path = tmp_path / 'text.txt'
     path.write_text(content)
-    with pytest.raises(SystemExit, match=r'tokens give \d+ windows of 16 .*--batch_size=8: lower') as error:
-        train(tmp_path / 'run', f'--data={path}', '--batch_size=8')
-    assert '\n' not in str(error.value)
+    for tokenizer in 'bytes', 'words':
+        with pytest.raises(SystemExit, match=r'tokens give \d+ windows of 16 .*--batch_size=8: lower') as error:
+            train(tmp_path / 'run', f'--data={path}', '--batch_size=8', f'--tokenizer={tokenizer}')
+        assert '\n' not in str(error.value)
 
 
 def test_a_million_characters_without_a_word_are_tokenised_and_read_back(tmp_path):
