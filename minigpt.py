@@ -121,7 +121,7 @@ class TokenAndPositionEmbedding(nnx.Module):
     def __init__(self, maxlen, vocab_size, embed_dim, dtype, rngs):
         self.token_emb = weight(rngs, (vocab_size, embed_dim), 'batch', 'model')
         self.pos_emb = weight(rngs, (maxlen, embed_dim), None, 'batch')
-        self.dtype = dtype
+        self.maxlen, self.dtype = maxlen, dtype
     def __call__(self, ids_BT, index=0):
         token_BTD = self.token_emb[...].at[ids_BT].get(out_sharding=P('batch', None, None))
         pos_TD = jax.lax.dynamic_slice_in_dim(self.pos_emb[...], index, ids_BT.shape[1])
@@ -291,7 +291,7 @@ def check_sizes(mesh, batch_size, accum_steps, embed_dim, num_heads, feed_forwar
     batch, model = mesh.devices.shape
     require(128 % model == 0, f'--mesh={batch},{model}: model must be a power of 2, at most 128.')
     for name, size, by, parts in [
-            ('--batch_size', batch_size, 'batch axis x --accum_steps', batch * max(1, accum_steps)),
+            ('--batch_size', batch_size, 'batch axis (x accum_steps)', batch * max(1, accum_steps)),
             ('--embed_dim', embed_dim, '--num_heads', num_heads),
             ('--num_heads', num_heads, 'model axis', model),
             ('--feed_forward_dim', feed_forward_dim, 'model axis', model)]:
@@ -537,7 +537,7 @@ def encode_prompt(tokenizer, prompt, maxlen):
     return ids
 def generate_text(model, tokenizer, num_samples, prompt, max_new_tokens, top_k, temperature, seed):
     """Yields texts up to an id that is no text, or the limit, less half a character at the cut."""
-    maxlen, end = len(model.embedding_layer.pos_emb), tokenizer.eot_token
+    maxlen, end = model.embedding_layer.maxlen, tokenizer.eot_token
     prompt_ids = encode_prompt(tokenizer, prompt, maxlen)
     start, batch = len(prompt_ids), jax.sharding.get_mesh().shape['batch']
     ids_BT = np.zeros((-(-num_samples // batch) * batch, maxlen), np.int32)
