@@ -873,7 +873,7 @@ def test_two_processes_are_one_and_a_signal_to_one_stops_both(text, never_stoppe
     second.send_signal(signal.SIGTERM)
     (out, err), (silent, _) = [process.communicate(timeout=200) for process in (first, second)]
     assert (first.returncode, second.returncode) == (143, 143), err
-    assert [line for line in silent.splitlines() if 'peer ranks' not in line] == []   # a library's own
+    assert 'step' in out and not re.search('step|mesh|param|compil|save', silent)   # Gloo adds its own
     step = max(int(folder.name) for folder in (tmp_path / 'checkpoints').iterdir())
     assert f'step {step}: saved in' in out and step < 20
     pair = start_pair(text, tmp_path)
