@@ -626,9 +626,9 @@ def sample(F):
     tokenizer = load_tokenizer(config['settings']['tokenizer'], config['words'])
     sizes = {name: config['settings'][name] for name in SIZES}
     check_sizes(mesh, mesh.shape['batch'], 1, **sizes)
+    encode_prompt(tokenizer, F.prompt, sizes['maxlen'])   # to fail before anything compiles
     model = create_model(0, tokenizer.n_vocab, F.dtype, **sizes)
-    step, _ = restore(manager, model=model)
-    say(f'{run}, step {step}', file=sys.stderr)
+    say(f'{run}, step {restore(manager, model=model)[0]}', file=sys.stderr)
     say('\n\n'.join(generate_text(model, tokenizer, F.num_samples, **values(F, SAMPLING))))
 def resolve_flags(F):
     """Sets the flags that are unset; returns mesh, the text's path (None: grammar) and workdir."""

@@ -407,7 +407,7 @@ def test_greedy_text_is_the_same_on_every_mesh():
     assert texts == texts[:1] * 5 and len(texts[0][0]) > 2
 
 
-def test_a_model_trained_on_short_stories_stops_where_they_stop(tmp_path, capsys):
+def test_a_model_trained_on_short_stories_stops_where_they_stop(tmp_path, capsys, monkeypatch):
     (tmp_path / 'text.txt').write_text('ab<|endoftext|>' * 600)
     rows = train(tmp_path / 'run', f'--data={tmp_path / "text.txt"}', '--batch_size=8', '--mesh=1,1',
                  '--num_epochs=4', '--learning_rate=1e-2', '--eval_every=0')
@@ -417,6 +417,9 @@ def test_a_model_trained_on_short_stories_stops_where_they_stop(tmp_path, capsys
     capsys.readouterr()
     minigpt.sample(parse('--mode=sample', f'--workdir={tmp_path / "run"}', '--prompt=a', '--temperature=0'))
     assert capsys.readouterr().out == 'ab\n'
+    monkeypatch.setattr(minigpt, 'create_model', lambda *_, **__: pytest.fail('it went on'))
+    with pytest.raises(SystemExit, match='--prompt has 15 tokens, maxlen room for 14'):
+        minigpt.sample(parse('--mode=sample', f'--workdir={tmp_path / "run"}', '--prompt=' + 'a' * 15))
 
 
 def test_ids_that_stand_for_nothing_are_not_written():
