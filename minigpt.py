@@ -460,12 +460,13 @@ class Report:
             if val_loss is not None:
                 self.plot()
     def plot(self):
-        rows = np.genfromtxt(self.path, delimiter=',', names=True, ndmin=1)
+        step, loss, *_, val_loss = np.genfromtxt(self.path, delimiter=',', skip_header=1, ndmin=2).T
         figure = matplotlib.figure.Figure(figsize=(8, 5), layout='constrained')   # needs no display
         axes = figure.add_subplot(xlabel='step', ylabel='loss (nats a token)')
-        axes.plot(rows['step'], rows['loss'], '0.6', rows['step'], rows['val_loss'], 'ko')
+        median = [np.nanmedian(loss[max(0, i - 2):i + 3]) for i in range(len(loss))]
+        axes.plot(step, loss, '0.7', step, median, 'k', step, val_loss, 'ko')
         axes.axhline(self.reference[1], color='black', linestyle=':')
-        axes.legend(['training', 'validation', self.reference[0]])
+        axes.legend(['training', 'its median over 5', 'validation', self.reference[0]])
         figure.savefig(self.path.with_name('loss.part.png'), dpi=120)
         os.replace(self.path.with_name('loss.part.png'), self.path.with_name('loss.png'))
 def op_kinds(hlo):
@@ -607,14 +608,13 @@ def on_signal(number, frame):
 def parse_flags(argv):
     """Parses the command line; an error in it is one line and exit status 1."""
     try:
-        rest = flags.FLAGS(argv)
+        stray = flags.FLAGS(argv)[1:2]
     except flags.Error as error:
         sys.exit(f'{error}. See --help.')
     except SystemExit:   # from --help, which ends with 1 in absl
         sys.exit(0)
-    require(not rest[1:], f'Stray argument {rest[1:2]}: flags begin with --, as in --mesh=4,2.')
+    require(not stray, f'Stray argument {stray}: flags begin with --, as in --mesh=4,2.')
     require('nan' not in map(repr, flags.FLAGS.flag_values_dict().values()), 'No flag may be nan.')
-    return rest
 def sample(F):
     """--mode=sample: text to stdout. Model, settings and tokenizer come from the checkpoint."""
     mesh, saved = create_mesh(F.mesh, F.num_processes or 1), glob.glob('runs/*/checkpoints/*[0-9]')
