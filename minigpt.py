@@ -215,8 +215,7 @@ def write_tokens(path, stories, tokenizer, dtype):
     try:
         with open(part, 'wb') as file:
             while pieces:
-                lists = tokenizer.encode_batch(pieces, num_threads=os.cpu_count(),
-                                               allowed_special={END}, disallowed_special=())
+                lists = tokenizer.encode_batch(pieces, allowed_special={END}, disallowed_special=())
                 count += file.write(np.fromiter(itertools.chain.from_iterable(lists), dtype))
                 pieces = list(itertools.islice(stories, 512))
                 say(f'{path}: {count // dtype().itemsize:,} tokens', end='\r' if pieces else '\n')
@@ -351,18 +350,16 @@ cross_entropy.defvjp(cross_entropy_forward, lambda vocab_size, grads, g: (
 def loss_fn(model, ids_BS, vocab_size, dropout_key=None):
     """Mean loss over the windows, nats a token: each token is predicted from those before it."""
     rngs = None if dropout_key is None else nnx.Rngs(dropout=dropout_key)
-    x_BTD, _ = model(ids_BS[:, :-1], rngs=rngs)
-    y_BT = ids_BS[:, 1:]
+    (x_BTD, _), y_BT = model(ids_BS[:, :-1], rngs=rngs), ids_BS[:, 1:]
     return cross_entropy(x_BTD, model.output_layer[...], y_BT, vocab_size) / y_BT.size
-def create_optimizer(model, peak, warmup_steps, total_steps, weight_decay, clip_norm):
-    """(optimizer, schedule): clipped AdamW; linear warm-up to peak, a cosine down to peak / 10."""
-    warmup_steps = min(warmup_steps, total_steps - 1)
-    schedule = optax.warmup_cosine_decay_schedule(
-        peak / (warmup_steps + 1), peak, warmup_steps, total_steps, peak / 10)
+def create_optimizer(model, peak, warmup_steps, steps, weight_decay, clip_norm):
+    """(optimizer, rate): clipped AdamW; rate(step) warms up to peak, then falls to peak / 10."""
+    warmup = min(warmup_steps, steps - 1)
+    rate = optax.warmup_cosine_decay_schedule(peak / (warmup + 1), peak, warmup, steps, peak / 10)
     matrices = lambda params: jax.tree.map(lambda a: a.ndim > 1, params)
     tx = optax.chain(optax.clip_by_global_norm(clip_norm), optax.adamw(
-        schedule, b2=0.95, weight_decay=weight_decay, mask=matrices))
-    return jax.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model), schedule
+        rate, b2=0.95, weight_decay=weight_decay, mask=matrices))
+    return jax.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model), rate
 @functools.partial(jax.jit, donate_argnames=('model', 'optimizer'),
                    static_argnames=('vocab_size', 'accum_steps', 'dropout'))
 def train_step(model, optimizer, ids_BS, key, *, vocab_size, accum_steps, dropout):
@@ -389,12 +386,6 @@ def eval_step(model, ids_BS, *, vocab_size):
     x_BTD, _ = model(ids_BS[:, :-1])
     losses_BT, *_ = token_losses(x_BTD, model.output_layer[...], ids_BS[:, 1:], vocab_size)
     return jax.reshard(losses_BT.mean(-1), P())
-def evaluate(model, held_out, rows, vocab_size):
-    """Mean loss in nats a token, `rows` at a time: each waited for, or simulated devices lock."""
-    batches = grain.MapDataset.source(held_out).repeat().batch(rows)   # from the front, to fill up
-    losses = [np.asarray(eval_step(model, to_devices(batches[i]), vocab_size=vocab_size))
-              for i in range(-(-len(held_out) // rows))]
-    return np.concatenate(losses)[:len(held_out)].mean()
 
 # ---- Reports: numbers are read one step late, so that the device never waits for Python ---------
 COLUMNS = ('step', 'loss', 'grad_norm', 'learning_rate', 'tokens_per_s', 'val_loss')
@@ -416,10 +407,11 @@ def step_flops(tokens, vocab, num_transformer_blocks, maxlen, embed_dim, feed_fo
     return 6 * tokens * (num_transformer_blocks * block + vocab * embed_dim)
 class Report:
     """Log lines, rows of metrics.csv and loss.png, for the steps that are logged or validated."""
-    def __init__(self, workdir, start, total, tokens, flops, peak, schedule, reference):
+    def __init__(self, workdir, start, total, tokens, flops, peak, rate, reference):
         self.path, self.total, self.tokens = workdir / 'metrics.csv', total, tokens
-        self.flops, self.peak, self.schedule, self.reference = flops, peak, schedule, reference
-        self.unread, self.seconds, self.logged = (), [], 0   # each step's; how many logged
+        self.flops, self.peak, self.rate, self.reference = flops, peak, rate, reference
+        self.unread, self.clock = (), time.perf_counter()
+        self.seconds, self.logged = [], 0   # each step's; how many of them are logged
         rows = self.path.read_text(errors='replace').split('\n') if self.path.exists() else []
         rows = [a for a in rows if re.fullmatch(r'\d+(,.*){5}', a) and int(a.split(',')[0]) < start]
         if jax.process_index() == 0:
@@ -445,7 +437,7 @@ class Report:
         row, line = dict.fromkeys(COLUMNS, '') | {'step': step}, f'step {step}/{self.total}'
         if metrics:
             seconds, self.logged = np.mean(self.seconds[self.logged:]), len(self.seconds)
-            row |= metrics | {'learning_rate': np.float32(self.schedule(step)),
+            row |= metrics | {'learning_rate': np.float32(self.rate(step)),
                               'tokens_per_s': round(self.tokens / seconds, 1)}
             left = datetime.timedelta(seconds=int((self.total - step) * seconds))
             line += ' | loss {loss:.4f} | grad {grad_norm:.2f} | lr {learning_rate:.1e} | '
@@ -632,7 +624,7 @@ def sample(F):
     say('\n\n'.join(generate_text(model, tokenizer, F.num_samples, **values(F, SAMPLING))))
 def resolve_flags(F):
     """Sets the flags that are unset; returns mesh, the text's path (None: grammar) and workdir."""
-    data = pathlib.Path(F.data or 'TinyStories-train.txt').expanduser()
+    data = pathlib.Path('TinyStories-train.txt' if F.data is None else F.data).expanduser()
     require(data.is_file() or F.data is None, f'--data={F.data}: no such file.')
     data = data if data.is_file() else None
     tokenizer, maxlen, rows = ('gpt2', 256, 144) if data else ('words', 64, 4)
@@ -652,8 +644,19 @@ def check_resume(workdir, step, old, new):
     changes = {name: f'{name} {old[name]} -> {new[name]}' for name in new if new[name] != old[name]}
     fixed = ', '.join(change for name, change in changes.items() if name not in FREE)
     require(not fixed, f'{workdir} is another run ({fixed}): --workdir=NEW or --overwrite.')
-    if changes:
+    if changes and step < new['max_steps']:
         say(f'from step {step} on: ' + ', '.join(changes.values()))
+def evaluate(F, step, model, held_out, tokenizer):
+    """Mean loss on the held-out windows, nats a token; prints it with a story."""
+    rows = F.batch_size // F.accum_steps
+    batches = grain.MapDataset.source(held_out).repeat().batch(rows)   # from the front, to fill up
+    losses = [np.asarray(eval_step(model, to_devices(batches[i]), vocab_size=tokenizer.n_vocab))
+              for i in range(-(-len(held_out) // rows))]   # in turn, or simulated devices lock
+    loss = np.concatenate(losses)[:len(held_out)].mean()
+    require(np.isfinite(loss), f'step {step}: validation {loss}: not saved')
+    text, = generate_text(model, tokenizer, 1, **values(F, SAMPLING))
+    say(f'\n--- step {step}, validation loss {loss:.4f} ---\n{text}\n')
+    return loss
 def train(F):
     """--mode=train: sets a run up, or goes on where it stopped."""
     mesh, data, workdir = resolve_flags(F)
@@ -661,7 +664,6 @@ def train(F):
     tokenizer = load_tokenizer(F.tokenizer, words)
     (workdir / 'checkpoints').mkdir(parents=True, exist_ok=True)
     ids, digest = load_tokens(data, tokenizer, workdir)
-    vocab_size = tokenizer.n_vocab
     training, held_out = split_windows(ids, F.maxlen, F.batch_size)
     encode_prompt(tokenizer, F.prompt, F.maxlen)   # to fail before anything compiles
     total = F.max_steps = F.max_steps or len(training) * F.num_epochs // F.batch_size
@@ -676,8 +678,8 @@ def train(F):
         alone = jax.process_count() == 1   # else JAX hears SIGTERM and stops all at one step
         for number in (signal.SIGINT, signal.SIGTERM)[:1 + alone]:
             signal.signal(number, on_signal)
-        model = create_model(F.seed, vocab_size, F.dtype, **values(F, SIZES))
-        optimizer, schedule = create_optimizer(
+        model = create_model(F.seed, tokenizer.n_vocab, F.dtype, **values(F, SIZES))
+        optimizer, rate = create_optimizer(
             model, F.learning_rate, F.warmup_steps, total, F.weight_decay, F.clip_norm)
         start, _ = restore(manager, model=model, optimizer=optimizer)
         say(f'{optax.tree.size(model):,} parameters | {len(training):,} windows, {len(held_out)} '
@@ -685,15 +687,16 @@ def train(F):
             f'{F.accum_steps} micro-batches\ncompiling')
         clock, key = time.perf_counter(), jax.random.key(F.seed)
         ids_BS = to_devices(np.zeros((F.batch_size, F.maxlen + 1), np.int32))
-        next_step = train_step.lower(model, optimizer, ids_BS, key, vocab_size=vocab_size,
-                                     accum_steps=F.accum_steps, dropout=F.dropout > 0).compile()
+        next_step = train_step.lower(
+            model, optimizer, ids_BS, key, vocab_size=tokenizer.n_vocab,
+            accum_steps=F.accum_steps, dropout=F.dropout > 0).compile()
         used = next_step.memory_analysis()
         say(f'compiled in {time.perf_counter() - clock:.1f} s | MB a device: weights and optimizer '
             f'{used.argument_size_in_bytes / 1e6:.1f}, step {used.temp_size_in_bytes / 1e6:.0f}')
-        reference = ('ln(vocabulary)', math.log(vocab_size)) if data else ('entropy', ENTROPY)
+        floor = ('ln(vocabulary)', math.log(tokenizer.n_vocab)) if data else ('entropy', ENTROPY)
         tokens = F.batch_size * F.maxlen
-        flops = step_flops(tokens, vocab_size, **values(F, SIZES))
-        report = Report(workdir, start, total, tokens, flops, peak_flops(mesh), schedule, reference)
+        flops = step_flops(tokens, tokenizer.n_vocab, **values(F, SIZES))
+        report = Report(workdir, start, total, tokens, flops, peak_flops(mesh), rate, floor)
         batches = map(to_devices, training_batches(training, F.batch_size, F.seed, start, total))
         next_batch = jax.profiler.annotate_function(functools.partial(next, batches), name='input')
         due = lambda steps: steps and step % steps == 0
@@ -705,20 +708,17 @@ def train(F):
             done, val_loss = stop or step == total, None
             if done or step in ends or due(F.eval_every) or due(F.checkpoint_every):
                 report.add()   # exits rather than let a state that has gone wrong be saved
-            if step in ends and jax.process_index() == 0:
-                jax.profiler.start_trace(workdir / 'profile') if step == ends[0] else profile(
-                    workdir / 'profile', next_step, report, F.profile_steps, F.batch_size)
-            if step == total or due(F.eval_every) and not stop:
-                val_loss = evaluate(model, held_out, F.batch_size // F.accum_steps, vocab_size)
-                require(np.isfinite(val_loss), f'step {step}: validation {val_loss}: not saved')
-                text, = generate_text(model, tokenizer, 1, **values(F, SAMPLING))
-                say(f'\n--- step {step}, validation loss {val_loss:.4f} ---\n{text}\n')
-            if step > start and (done or due(F.checkpoint_every)):
-                save_checkpoint(
-                    manager, step, config, val_loss, done, model=model, optimizer=optimizer)
-            if done:
-                break
-            if not report.unread:
+                if step in ends[:1] and jax.process_index() == 0:
+                    jax.profiler.start_trace(workdir / 'profile')
+                if step in ends[1:] and jax.process_index() == 0:
+                    profile(workdir / 'profile', next_step, report, F.profile_steps, F.batch_size)
+                if step == total or due(F.eval_every) and not stop:
+                    val_loss = evaluate(F, step, model, held_out, tokenizer)
+                if step > start and (done or due(F.checkpoint_every)):
+                    save_checkpoint(
+                        manager, step, config, val_loss, done, model=model, optimizer=optimizer)
+                if done:
+                    break
                 report.clock = time.perf_counter()   # a pause is no part of a step
             with jax.profiler.StepTraceAnnotation('train', step_num=step):
                 model, optimizer, metrics = next_step(model, optimizer, next_batch(), key)

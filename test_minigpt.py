@@ -17,6 +17,7 @@ import pickle
 import random
 import re
 import resource
+import shlex
 import shutil
 import signal
 import socket
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 
 # The programs are tiny and compiling them is what takes time, so each is compiled once and lightly.
 CACHE = tempfile.TemporaryDirectory()
@@ -588,19 +590,21 @@ ENTRY %main (b: f32[2,2]) -> f32[2,2] {
 @pytest.mark.parametrize('mesh', ['1,1', '4,2'])
 def test_the_profile_says_where_the_steps_time_went_and_shares_add_up(mesh, tmp_path, capsys):
     path = write_text(tmp_path / 'text.txt')
-    arguments = [f'--data={path}', '--batch_size=8', f'--mesh={mesh}', '--eval_every=8']
-    train(tmp_path / 'run', *arguments, '--max_steps=12', '--profile_steps=6')
+    arguments = [f'--data={path}', '--batch_size=8', f'--mesh={mesh}', '--eval_every=8', '--log_every=1']
+    rows = train(tmp_path / 'run', *arguments, '--max_steps=12', '--profile_steps=6')
     out = capsys.readouterr().out
     speed, shares, longest = re.search(r'--- 6 steps traced: .*\n(.*)\n(.*)\nlongest: (.*)', out).groups()
     ms, low, high, each, tera, rate = map(float, re.findall(r'[\d.]+(?= ms| TFLOP|k tok|,|\))', speed))
     assert low <= ms <= high and each == pytest.approx(ms / 8, abs=0.02)
+    traced = [8 * SIZES['maxlen'] / float(row['tokens_per_s']) * 1e3 for row in rows[5:11]]   # steps 5 to 10
+    assert ms == pytest.approx(np.median(traced), rel=0.01, abs=0.1)
     assert rate * 1e3 == pytest.approx(8 * SIZES['maxlen'] / ms * 1e3, rel=0.05)
     share = {name: float(percent) for name, percent in re.findall(r'([a-z]+) ([\d.]+)%', shares)}
     assert set(share) == {'matmul', 'elementwise', 'collectives', 'input', 'idle'} or mesh == '1,1'
     assert sum(share.values()) == pytest.approx(100, abs=0.3) and share['matmul'] > 0
     assert longest.count('%') == 5
     rows = rows_of(tmp_path / 'run')   # the traced steps are steps of the run
-    assert [row['step'] for row in rows] == ['0', '8', '10', '12']
+    assert [int(row['step']) for row in rows] == list(range(13))
     assert len(list((tmp_path / 'run/profile').rglob('*.xplane.pb'))) == 1
     train(tmp_path / 'run', *arguments, '--max_steps=23', '--profile_steps=6')   # resumed, traced again
     assert '--- 6 steps traced' in capsys.readouterr().out
@@ -1129,6 +1133,64 @@ def test_the_script_trains_samples_and_compiles_its_step_once(tmp_path):
     assert sample.returncode == 0, sample.stderr
     assert sample.stdout.count('One na?ve day') == 2 and 'runs' not in sample.stdout
     assert sample.stdout.startswith('One na?ve day')
+
+
+README = SCRIPT.with_name('README.md').read_text()
+
+
+def test_the_commands_of_the_readme_run_in_its_order(tmp_path, monkeypatch, capsys):
+    """As they stand, after settings that make those small that they leave to the defaults."""
+    write_text(tmp_path / 'my.txt')
+    write_text(tmp_path / 'TinyStories-train.txt', stories=400)
+    small = ['--embed_dim=32', '--feed_forward_dim=32', '--num_transformer_blocks=1', '--maxlen=64', '--max_steps=2',
+             '--tokenizer=words']
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r'^    python minigpt.py ?(.*)$', README, re.M)
+    assert len(commands) >= 7
+    for command in commands:
+        if 'TinyStories' not in README[:README.index(command)]:   # the commands before have no text yet
+            pathlib.Path('TinyStories-train.txt').rename('later.txt')
+        parse(*small, *shlex.split(command))
+        minigpt.main([])
+        out = capsys.readouterr().out
+        assert 'Once upon a time' in out if 'sample' in command else 'saved in runs/' in out, command
+        assert ('steps traced' in out) == ('profile' in command)
+        if pathlib.Path('later.txt').exists():
+            pathlib.Path('later.txt').rename('TinyStories-train.txt')
+
+
+def test_flags_and_names_that_the_readme_gives_exist():
+    flags = set(minigpt.flags.FLAGS)
+    named = set(re.findall(r'--(\w+)\b', re.sub(r'^    (?!python minigpt|RUN|\$RUN).*', '', README, flags=re.M)))
+    assert len(named) > 20 and named - flags <= {'logdir'}, named - flags
+    forks = README[README.index('## Change it'):README.index('## Profile')]
+    code = set(re.findall(r'\w+', SCRIPT.read_text()))
+    names = {name for quoted in re.findall('`([^`]+)`', forks) if '--' not in quoted for name in re.findall(r'\w+', quoted)}
+    new = {'RMSNorm', 'gate', 'silu', 'lion', 'cumsum', 'softmax', 'py'}
+    assert len(names) > 20 and names - code <= new, names - code
+    sections = re.findall(r'^# ---- ([\w ]+):', SCRIPT.read_text(), re.M)
+    assert ', '.join(sections) in ' '.join(forks.split())
+    assert all(re.search(rf'^    {name}  ', minigpt.__doc__, re.M) for name in sections)
+
+
+@pytest.mark.parametrize('changes', [
+    [('nnx.LayerNorm(', 'nnx.RMSNorm(')],
+    [('optax.adamw(', 'optax.lion('), (' b2=0.95,', '')],
+    [("        self.down =", "        self.gate = weight(rngs, (D, F), 'batch', 'model')\n        self.down ="),
+     ("self.norm2(x_BTD), self.up, 'model'))", "self.norm2(x_BTD), self.up, 'model'))\n        up_BTF *= nnx.silu("
+      "project('btd,df->btf', self.norm2(x_BTD), self.gate, 'model'))")]], ids=['RMSNorm', 'Lion', 'gated MLP'])
+def test_forks_that_the_readme_names_learn_the_same_on_two_meshes(changes, monkeypatch):
+    source = SCRIPT.read_text()
+    for old, new in changes:
+        assert old in source
+        source = source.replace(old, new)
+    fork = types.ModuleType('fork')
+    exec(compile(re.sub(r'^flags.DEFINE.*', '', source, flags=re.M), 'fork', 'exec'), fork.__dict__)
+    true, _ = run_steps('1,1')
+    monkeypatch.setattr(sys.modules[__name__], 'minigpt', fork)
+    found, again = run_steps('1,1')[0], run_steps('4,2')[0]
+    assert not np.allclose(found[:, 0], true[:, 0], atol=1e-4)   # it is another model or optimizer
+    np.testing.assert_allclose(found[:, 0], again[:, 0], atol=1e-5)
 
 
 def test_flags_may_stand_in_a_file(tmp_path):
