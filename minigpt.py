@@ -14,9 +14,9 @@ heads, MLP and output layer (tensor parallel); --mesh alone chooses.
     Reports      log lines, metrics.csv, loss.png, profile
     Sampler      top-k sampling with a KV cache, in one compiled loop
     Checkpoint   saved in the background, restored onto any mesh
-    Main         checks, set-up and the training loop
-Capitals in names are shapes: B batch, T time (tokens), S T+1 or cached tokens, D embed_dim,
-F feed_forward_dim, N heads, H head size, V vocabulary, C chunk of tokens, K top_k.
+    Main         checks, set-up, validation and the training loop
+Capitals in names are shapes: B batch, T time (tokens), S T+1 or cached tokens, D embed_dim, V
+vocabulary, F feed_forward_dim, N heads, H head size, A micro-batches, C chunk of tokens, K top_k.
 It has no mixture of experts, no reinforcement learning and no server.
 """
 import collections, contextlib, datetime, functools, glob, hashlib, itertools, math, os
@@ -399,8 +399,8 @@ def peak_flops(mesh):
     kind, n = mesh.devices.flat[0].device_kind, -(-2048 // mesh.size) * mesh.size
     if kind != 'cpu':
         return mesh.size * next((1e12 * PEAKS[name] for name in PEAKS if name in kind), math.inf)
-    a_NN, b_NN = jnp.ones((n, n), out_sharding=P(('batch', 'model'))), jnp.ones((n, n))
-    return 2 * n**3 / min(timeit.repeat(lambda: (a_NN @ b_NN).block_until_ready(), number=1))
+    a, b = jnp.ones((n, n), out_sharding=P(('batch', 'model'))), jnp.ones((n, n))
+    return 2 * n**3 / min(timeit.repeat(lambda: (a @ b).block_until_ready(), number=1))
 def step_flops(tokens, vocab, num_transformer_blocks, maxlen, embed_dim, feed_forward_dim, **_):
     """FLOPs of a step's useful matmuls: no padded vocabulary; twice as many backward as forward."""
     block = 4 * embed_dim**2 + 2 * embed_dim * feed_forward_dim + 2 * maxlen * embed_dim
