@@ -6,7 +6,7 @@
 
 The mesh has two axes: `batch` splits the rows of a batch (data parallel), `model` splits attention
 heads, MLP and output layer (tensor parallel); --mesh alone chooses.
-    Flags        each default stands here and nowhere else
+    Flags        each default, but for those that the text decides (resolve_flags)
     Model        TransformerBlock, TokenAndPositionEmbedding, MiniGPT, create_model
     Data         text -> file of token ids -> windows -> shuffled batches
     Mesh         --mesh checked, simulated on CPUs, built
@@ -155,7 +155,7 @@ def gather(model):
 # ---- Data: one stream of token ids in a memory-mapped file, cut into windows; nothing is padded --
 END = '<|endoftext|>'
 WORDS = r' ?[^\W\d_]+| ?[^\s\w]|\s|\d|_'   # a word with the space before it, or one character
-BLOCK = 1 << 16                            # characters read at a time, and of the longest piece
+BLOCK = 1 << 16                            # characters read at a time; longer stories are cut
 STORY = ('Once upon a time there was a {mood} {animal} named {name}. {name} lived in the {place} '
          'and loved to {play}. One day {name} found a {color} {thing} near the {place}. Then a '
          '{feeling} {friend} came by. {name} gave the {color} {thing} to the {friend}. The '
@@ -276,7 +276,7 @@ def mesh_shape(text, devices, simulated):
     return batch, model
 def create_mesh(text, processes=1):
     """Makes the mesh of --mesh the current one. Explicit axes: shardings are part of types."""
-    wanted = math.prod(map(int, re.findall(r'(?<!-)\b\d+', text))) // processes
+    wanted = max(1, math.prod(map(int, re.findall(r'(?<!-)\b\d+', text))) // processes)
     require(wanted <= 256, f'--mesh={text} needs {wanted} devices, 256 at most can be simulated.')
     with contextlib.suppress(RuntimeError):   # JAX has begun, with the devices that it has
         jax.config.update('jax_num_cpu_devices', max(wanted, jax.config.jax_num_cpu_devices))
@@ -338,13 +338,11 @@ def token_losses(x_BTD, w_VD, y_BT, vocab_size):
         return losses.reshape(y_BT.shape), dx.reshape(x_BTD.shape), jax.lax.psum(dw_VD, 'batch')
     x, w, y = P('batch', None, None), P('model', None), P('batch', None)
     return jax.shard_map(local, in_specs=(x, w, y), out_specs=(y, x, w))(x_BTD, w_VD, y_BT)
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def cross_entropy(x_BTD, w_VD, y_BT, vocab_size):
-    """The sum of token_losses, whose gradients are found on the way forward."""
-    return token_losses(x_BTD, w_VD, y_BT, vocab_size)[0].sum()
 def cross_entropy_forward(*arguments):
+    """The sum of token_losses, and its gradients, which backward only scales."""
     losses_BT, *grads = token_losses(*arguments)
     return losses_BT.sum(), grads
+cross_entropy = jax.custom_vjp(lambda *a: cross_entropy_forward(*a)[0], nondiff_argnums=(3,))
 cross_entropy.defvjp(cross_entropy_forward, lambda vocab_size, grads, g: (
     *((grad * g).astype(grad.dtype) for grad in grads), None))
 def loss_fn(model, ids_BS, vocab_size, dropout_key=None):
@@ -360,8 +358,7 @@ def create_optimizer(model, peak, warmup_steps, steps, weight_decay, clip_norm):
     tx = optax.chain(optax.clip_by_global_norm(clip_norm), optax.adamw(
         rate, b2=0.95, weight_decay=weight_decay, mask=matrices))
     return jax.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model), rate
-@functools.partial(jax.jit, donate_argnames=('model', 'optimizer'),
-                   static_argnames=('vocab_size', 'accum_steps', 'dropout'))
+@jax.jit(donate_argnums=(0, 1), static_argnames=('vocab_size', 'accum_steps', 'dropout'))
 def train_step(model, optimizer, ids_BS, key, *, vocab_size, accum_steps, dropout):
     """One update; returns model, optimizer, and loss and gradient norm (before clipping)."""
     # Memory peaks at parameters, Adam's moments, gradients and one micro-batch's activations.
@@ -393,7 +390,8 @@ PEAKS = {'H100': 989, 'H200': 989, 'TPU v2': 22.5, 'TPU v4': 275, 'TPU v5 lite':
 def say(text, end='\n', file=None):
     """Prints, in process 0 alone; a line to be overwritten (end='\\r') only on a terminal."""
     if jax.process_index() == 0 and (end == '\n' or sys.stdout.isatty()):
-        print(text, end=end, file=file, flush=True)
+        with contextlib.suppress(BrokenPipeError):   # of `| tee`, which Ctrl-C ends first
+            print(text, end=end, file=file, flush=True)
 def peak_flops(mesh):
     """FLOP/s of the mesh: in bfloat16 by PEAKS, or inf; of CPUs in a float32 matmul timed here."""
     kind, n = mesh.devices.flat[0].device_kind, -(-2048 // mesh.size) * mesh.size
@@ -413,7 +411,7 @@ class Report:
         self.unread, self.clock = (), time.perf_counter()
         self.seconds, self.logged = [], 0   # each step's; how many of them are logged
         rows = self.path.read_text(errors='replace').split('\n') if self.path.exists() else []
-        rows = [a for a in rows if re.fullmatch(r'\d+(,.*){5}', a) and int(a.split(',')[0]) < start]
+        rows = [a for a in rows if re.match(r'\d+(,[^,]*){5}$', a) and int(a.split(',')[0]) < start]
         if jax.process_index() == 0:
             part = self.path.with_name('metrics.part')   # a kill leaves the old file or the new one
             part.write_text('\n'.join([','.join(COLUMNS), *rows, '']))
@@ -476,9 +474,9 @@ def profile(folder, program, report, num_steps, batch_size):
     """Ends the trace of num_steps train steps and prints what they spent their time on."""
     jax.profiler.stop_trace()
     kinds, seconds = op_kinds(program.as_text()), np.array(report.seconds[-num_steps:])
-    path = max(glob.glob(f'{folder}/plugins/profile/*/*.xplane.pb'), key=os.path.getmtime)
+    path = max(folder.glob('plugins/profile/*/*.xplane.pb'), key=os.path.getmtime)
     events, input_ns = [], 0
-    for plane in jax.profiler.ProfileData.from_file(path).planes:
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
         for event in itertools.chain.from_iterable(line.events for line in plane.lines):
             stats = dict(event.stats)
             input_ns += event.duration_ns * (event.name == 'input')
@@ -573,8 +571,7 @@ def save_checkpoint(manager, step, config, val_loss=None, wait=False, **modules)
         sys.exit(f'A save failed; {manager.directory} keeps the whole ones: {error!r:.300}')
 def restore(manager, **modules):
     """(step, configuration) of the newest whole checkpoint, or (0, None); fills the modules."""
-    shapes = lambda module: jax.tree.map(ocp.utils.to_shape_dtype_struct, nnx.state(module))
-    items = {name: ocp.args.StandardRestore(shapes(module)) for name, module in modules.items()}
+    items = {name: ocp.args.StandardRestore(nnx.state(module)) for name, module in modules.items()}
     args = ocp.args.Composite(config=ocp.args.JsonRestore(), **items)
     for step in sorted(manager.all_steps(), reverse=True):
         try:
@@ -594,7 +591,8 @@ SIGNALS = []   # those that came: the loop saves and stops; a second one ends th
 def on_signal(number, frame):
     SIGNALS.append(number)
     signal.signal(number, signal.SIG_DFL)
-    os.write(2, b'stopping after this step and a checkpoint\n')   # here print might break one off
+    with contextlib.suppress(OSError):
+        os.write(2, b'stopping after this step and a checkpoint\n')   # print might break one off
     if jax.process_count() > 1:
         os.kill(os.getpid(), signal.SIGTERM)   # which JAX tells the other processes
 def parse_flags(argv):
@@ -636,6 +634,8 @@ def resolve_flags(F):
     F.accum_steps = F.accum_steps or choose_accum_steps(F.batch_size, F.maxlen, mesh)
     name = f'{data.stem if data else "grammar"}-{F.num_transformer_blocks}x{F.embed_dim}'
     workdir = pathlib.Path(F.workdir or f'runs/{name}-b{F.batch_size}-s{F.seed}').expanduser()
+    require(not re.search(r'[][*?]', str(workdir.absolute())), f'{workdir}: Orbax cannot '
+            'read a checkpoint back below a folder with one of [ ] * ?: set another --workdir.')
     kind = jax.devices()[0].device_kind.replace('cpu', 'simulated cpu' if mesh.size > 1 else 'cpu')
     say(f'{data or "built-in grammar"} -> {workdir} | mesh {F.mesh} of {kind} devices')
     return mesh, data, workdir

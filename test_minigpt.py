@@ -674,6 +674,7 @@ def test_meshes_that_do_not_fit_are_refused_in_one_line(text, devices, message):
     (['--data=' + os.path.dirname(__file__)], r'no such file'),
     (['--num_heads=5'], r'--embed_dim=32 is not divisible by --num_heads=5: use 30 or 35'),
     (['--maxlen=1'], r'maxlen=1'),
+    (['--workdir=runs/a[1]'], r'runs/a\[1\]: Orbax cannot'),
     (['--batch_size=100000'], r'windows of 16 to train on, fewer than --batch_size=100000'),
     (['--prompt=Once upon a time there', '--tokenizer=bytes'], r'--prompt has 22 tokens, maxlen room for 14'),
     (['--mode=sample'], r'no checkpoint to sample from')])
@@ -824,8 +825,21 @@ def test_a_resumed_run_is_bit_for_bit_one_that_never_stopped(text, never_stopped
     shutil.copytree(whole, stopped)
     for step in (12, 15, 18, 20):   # as if it had been killed after step 9
         shutil.rmtree(stopped / 'checkpoints' / str(step))
+    with open(stopped / 'metrics.csv', 'a') as file:
+        file.write('7,1,1,1,1,1,1,1\n')   # which is no row of it
     train(stopped, *LONG, f'--data={text}', '--mesh=4,2')
     assert_same_run(stopped, whole)
+
+
+def test_a_reader_of_the_log_that_ends_first_does_not_keep_a_run_from_saving(text, tmp_path):
+    process = start(*LONG, f'--data={text}', '--mesh=1,1', f'--workdir={tmp_path}', '--max_steps=100000',
+                    '--checkpoint_every=0', '--eval_every=0')
+    wait_for_steps(process, tmp_path)
+    process.stdout.close()   # as Ctrl-C ends the other part of `| tee log`
+    process.send_signal(signal.SIGTERM)
+    err = process.stderr.read()
+    assert process.wait(timeout=100) == 143 and 'Traceback' not in err, err
+    assert list((tmp_path / 'checkpoints').glob('[0-9]*'))
 
 
 def test_a_process_killed_inside_a_save_goes_on_exactly(text, never_stopped, tmp_path):
