@@ -376,7 +376,7 @@ def train_step(model, optimizer, ids_BS, key, *, vocab_size, accum_steps, dropou
     loss, grads = jax.tree.map(lambda total: total / accum_steps, (loss, grads))
     optimizer.update(model, grads)
     return model, optimizer, {'loss': loss, 'grad_norm': optax.tree.norm(jax.tree.leaves(grads))}
-@functools.partial(jax.jit, static_argnames='vocab_size')
+@jax.jit(static_argnames='vocab_size')
 def eval_step(model, ids_BS, *, vocab_size):
     """Mean loss of each window: (B,) nats a token, dropout off."""
     model = gather(model)
@@ -499,7 +499,7 @@ def profile(folder, program, report, num_steps, batch_size):
         f'{shares(kind_ns.items())}\nlongest: {shares(op_ns.most_common(5))}\n')
 
 # ---- Sampler: the prompt takes one pass, then each token one against the KV cache; compiled once -
-@functools.partial(jax.jit, static_argnames=('vocab_size', 'end', 'top_k'))
+@jax.jit(static_argnames=('vocab_size', 'end', 'top_k'))
 def generate_tokens(model, ids_BT, start, stop, key, temperature, *, vocab_size, end, top_k):
     """ids_BT, filled from position `start` on until all rows have an `end` or reach `stop`."""
     model = gather(model)
