@@ -19,8 +19,8 @@ Capitals in names are shapes: B batch, T time (tokens), S T+1 or cached tokens, 
 vocabulary, F feed_forward_dim, N heads, H head size, A micro-batches, C chunk of tokens, K top_k.
 It has no mixture of experts, no reinforcement learning and no server.
 """
-import collections, contextlib, datetime, functools, glob, hashlib, itertools, math, os
-import pathlib, random, re, signal, sys, time, timeit
+import collections, contextlib, datetime, fcntl, functools, glob, hashlib, itertools, math, os
+import pathlib, random, re, signal, sys, tempfile, time, timeit
 import grain, jax, matplotlib.figure, optax, tiktoken
 import jax.numpy as jnp, numpy as np, orbax.checkpoint as ocp
 from absl import app, flags, logging
@@ -39,7 +39,7 @@ flags.DEFINE_integer('maxlen', None, 'tokens of context; unset: 256, for the gra
 flags.DEFINE_integer('embed_dim', 256, 'width of embeddings and blocks', 1, 2**16)
 flags.DEFINE_integer('num_heads', 8, 'attention heads a block', 1, 2**16)
 flags.DEFINE_integer('feed_forward_dim', 256, 'width inside the MLP', 1, 2**20)
-flags.DEFINE_float('dropout', 0.0, 'dropped in training; 0.1, as in the tutorial, took 4/3', 0, 0.9)
+flags.DEFINE_float('dropout', 0.0, 'share dropped; 0.1, as in the tutorial, costs a third', 0, 0.9)
 flags.DEFINE_enum('dtype', 'auto', ['auto', 'float32', 'bfloat16'], 'auto: float32 on CPUs')
 flags.DEFINE_string('data', None, 'text, UTF-8; unset: TinyStories-train.txt here, or a grammar')
 flags.DEFINE_string('tokenizer', None, 'bytes, words or of tiktoken; unset: gpt2 (grammar: words)')
@@ -48,7 +48,7 @@ flags.DEFINE_integer('accum_steps', 0, 'micro-batches a step; 0: by batch, maxle
 flags.DEFINE_integer('num_epochs', 1, 'times each window is seen', 1, 10**4)
 flags.DEFINE_integer('max_steps', 0, 'steps in all; 0: as the epochs give', 0, 2**31 - 1)
 flags.DEFINE_float('learning_rate', 1e-3, 'peak, after warm-up and before the cosine', 0, 1e38)
-flags.DEFINE_integer('warmup_steps', 20, 'steps of rising rate; 50 were too many for short runs', 0)
+flags.DEFINE_integer('warmup_steps', 20, 'steps of rising learning rate', 0)
 flags.DEFINE_float('weight_decay', 0.1, 'of AdamW, on matrices', 0, 1e38)
 flags.DEFINE_float('clip_norm', 1.0, 'largest gradient norm', 0, 1e38)
 flags.DEFINE_integer('seed', 42, 'of parameters, order, dropout and samples', 0, 2**32 - 1)
@@ -143,7 +143,7 @@ class MiniGPT(nnx.Module):
         return self.norm(x_BTD), new_caches
 def create_model(seed, vocab_size, dtype, **settings):
     """MiniGPT of --dtype, its vocabulary padded; each parameter is made sharded, never whole."""
-    auto = 'float32' if jax.devices()[0].platform == 'cpu' else 'bfloat16'
+    auto = 'float32' if jax.default_backend() == 'cpu' else 'bfloat16'
     dtype = jnp.dtype(auto if dtype == 'auto' else dtype)
     rows = -(-vocab_size // 128) * 128   # GPT-2's 50257 is odd: no `model` axis could split it
     return jax.jit(lambda: MiniGPT(rows, dtype=dtype, rngs=nnx.Rngs(seed), **settings))()
@@ -208,20 +208,23 @@ def load_tokenizer(name, words=()):
         url = str(getattr(getattr(error, 'request', None), 'url', error))
         sys.exit(f'--tokenizer={name} needs a network, or TIKTOKEN_CACHE_DIR set to a folder with '
                  f'{url} in it, named {hashlib.sha1(url.encode()).hexdigest()}. words needs none.')
+@contextlib.contextmanager
+def replacing(path):
+    """Gives a path to write to, which then takes the place of `path`: whole or not at all."""
+    with tempfile.TemporaryDirectory(prefix='.part-', dir=path.parent) as folder:
+        yield pathlib.Path(folder, path.name)
+        os.replace(pathlib.Path(folder, path.name), path)
 def write_tokens(path, stories, tokenizer, dtype):
-    """Writes END and the stories as ids, in bounded memory, whole or not at all."""
-    count, pieces, stories = 0, [END], iter(stories)
-    part = path.with_name(f'{path.name}.{os.getpid()}.part')
-    try:
-        with open(part, 'wb') as file:
-            while pieces:
-                lists = tokenizer.encode_batch(pieces, allowed_special={END}, disallowed_special=())
-                count += file.write(np.fromiter(itertools.chain.from_iterable(lists), dtype))
-                pieces = list(itertools.islice(stories, 512))
-                say(f'{path}: {count // dtype().itemsize:,} tokens', end='\r' if pieces else '\n')
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    """Writes END and the stories as ids, in bounded memory; a signal ends it."""
+    pieces, stories = [END], iter(stories)
+    with replacing(path) as part, open(part, 'wb') as file:
+        while pieces:
+            lists = tokenizer.encode_batch(pieces, allowed_special={END}, disallowed_special=())
+            file.write(np.fromiter(itertools.chain.from_iterable(lists), dtype))
+            pieces = list(itertools.islice(stories, 512))
+            say(f'{path}: {file.tell() // dtype().itemsize:,} tokens', '\r' if pieces else '\n')
+            if SIGNALS:   # see on_signal
+                sys.exit(128 + SIGNALS[0])
 def load_tokens(data, tokenizer, workdir):
     """(ids, digest) of the text (None: the grammar), memory-mapped; tokenises it only once."""
     text = [data.stat().st_size, data.stat().st_mtime_ns] if data else [STORY, CHOICES]
@@ -235,31 +238,24 @@ def load_tokens(data, tokenizer, workdir):
         time.sleep(1)
     ids = np.memmap(path, dtype, 'r')
     return ids, hashlib.sha256(ids).hexdigest()[:16]
-class TextDataset:
-    """Grain random access source of windows: maxlen tokens and the one that follows them."""
-    def __init__(self, ids, maxlen, windows):
-        self.ids, self.maxlen, self.windows = ids, maxlen, windows
-    def __len__(self):
-        return len(self.windows)
-    def __getitem__(self, i):
-        start = self.windows[i] * self.maxlen
-        return self.ids[start:start + self.maxlen + 1].astype(np.int32)
 def split_windows(ids, maxlen, batch_size):
-    """(training, held-out) TextDataset: the last tenth, at most 64 windows, is never trained on."""
-    windows = range((ids.size - 1) // maxlen)
-    training = len(windows) - min(64, -(-len(windows) // 10))
+    """(training, held-out) windows of ids, (n, S) views: held out is the last tenth, at most 64."""
+    n = (ids.size - 1) // maxlen
+    training = n - min(64, -(-n // 10))
     require(training >= batch_size, f'{ids.size} tokens give {training} windows of {maxlen} to '
             f'train on, fewer than --batch_size={batch_size}: lower it or --maxlen, or add text.')
-    return [TextDataset(ids, maxlen, part) for part in (windows[:training], windows[training:])]
-def training_batches(dataset, batch_size, seed, start, total):
+    windows = np.lib.stride_tricks.sliding_window_view(ids, maxlen + 1)[::maxlen]
+    return windows[:training], windows[training:]
+def training_batches(windows, batch_size, seed, start, total):
     """Iterator of the (B, S) batches of steps start to total; seed and step alone decide them."""
-    shuffled = grain.MapDataset.source(dataset).seed(seed).shuffle().repeat()
+    shuffled = grain.MapDataset.source(windows).seed(seed).shuffle().repeat()
     batches = shuffled.batch(batch_size)[start:total]
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 def to_devices(batch_BS):
     """The batch split over `batch`; each process hands over only the rows that its devices hold."""
     sharding = NamedSharding(jax.sharding.get_mesh(), P('batch', None))
-    return jax.make_array_from_callback(batch_BS.shape, sharding, lambda rows: batch_BS[rows])
+    rows_of = lambda rows: batch_BS[rows].astype(np.int32)
+    return jax.make_array_from_callback(batch_BS.shape, sharding, rows_of)
 
 # ---- Mesh: (batch, model) devices, simulated where a machine has only CPUs ----------------------
 def mesh_shape(text, devices, simulated):
@@ -294,13 +290,12 @@ def check_sizes(mesh, batch_size, accum_steps, embed_dim, num_heads, feed_forwar
             ('--embed_dim', embed_dim, '--num_heads', num_heads),
             ('--num_heads', num_heads, 'model axis', model),
             ('--feed_forward_dim', feed_forward_dim, 'model axis', model)]:
-        less = size // parts * parts
-        require(size == less, f'{name}={size} is not divisible by {by}={parts}: use '
-                f'{max(less, parts)} or {max(less, parts) + parts}.')
+        require(size % parts == 0, f'{name}={size} is not divisible by {by}={parts}: use '
+                f'{-(-size // parts) * parts}.')
 def choose_accum_steps(batch_size, maxlen, mesh):
     """Micro-batches a step. No timing decides, only shapes and mesh: a resume must repeat them."""
     # Tokens a device and micro-batch: on 2 CPU cores 8,192 took 1.2 times as long as 2,048.
-    most = 65536 if mesh.devices.flat[0].platform != 'cpu' else max(512, 2048 // mesh.size)
+    most = max(512, 2048 // mesh.size) if jax.default_backend() == 'cpu' else 65536
     B = batch_size // mesh.shape['batch']
     return next(n for n in range(1, B + 1) if B % n == 0 and B // n * maxlen <= max(most, maxlen))
 
@@ -315,7 +310,7 @@ def token_losses(x_BTD, w_VD, y_BT, vocab_size):
         size = min((c for c in range(1, n + 1) if n % c == 0), key=lambda c: abs(c - CHUNK))
         first = jax.lax.axis_index('model') * rows
         real_V = first + jnp.arange(rows) < vocab_size   # the others are padding
-        at_BT = jnp.where((y_BT >= first) & (y_BT < first + rows), y_BT - first, rows)   # rows: out
+        at_BT = jnp.where((y_BT >= first) & (y_BT < first + rows), y_BT - first, rows)   # else out
         kernel_VD = w_VD.astype(x_BTD.dtype)
         def chunk(dw_VD, x_and_at):
             x_CD, at_C = x_and_at
@@ -360,15 +355,14 @@ def create_optimizer(model, peak, warmup_steps, steps, weight_decay, clip_norm):
     return jax.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model), rate
 @jax.jit(donate_argnums=(0, 1), static_argnames=('vocab_size', 'accum_steps', 'dropout'))
 def train_step(model, optimizer, ids_BS, key, *, vocab_size, accum_steps, dropout):
-    """One update; returns model, optimizer, and loss and gradient norm (before clipping)."""
-    # Memory peaks at parameters, Adam's moments, gradients and one micro-batch's activations.
+    """One update; gradients add up in the parameters' split. Returns model, optimizer, metrics."""
     whole, key = gather(model), jax.random.fold_in(key, optimizer.step[...])
-    keep = lambda total, grad: total + jax.reshard(grad, jax.typeof(total).sharding.spec)
+    accumulate = lambda total, grad: total + jax.reshard(grad, jax.typeof(total).sharding.spec)
     def add(sums, micro_batch):
         i, ids_BS = micro_batch
         found = jax.value_and_grad(loss_fn)(
             whole, ids_BS, vocab_size, jax.random.fold_in(key, i) if dropout else None)
-        return jax.tree.map(keep, sums, found), None
+        return jax.tree.map(accumulate, sums, found), None
     ids_BAS = ids_BS.reshape(-1, accum_steps, ids_BS.shape[1], out_sharding=P('batch', None, None))
     micro_batches = jnp.arange(accum_steps), ids_BAS.swapaxes(0, 1)
     zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, model)
@@ -413,9 +407,8 @@ class Report:
         rows = self.path.read_text(errors='replace').split('\n') if self.path.exists() else []
         rows = [a for a in rows if re.match(r'\d+(,[^,]*){5}$', a) and int(a.split(',')[0]) < start]
         if jax.process_index() == 0:
-            part = self.path.with_name('metrics.part')   # a kill leaves the old file or the new one
-            part.write_text('\n'.join([','.join(COLUMNS), *rows, '']))
-            os.replace(part, self.path)
+            with replacing(self.path) as part:
+                part.write_text('\n'.join([','.join(COLUMNS), *rows, '']))
     def add(self, *step_under_way):
         """Reads the step before, logs it if that was asked, and exits if it went wrong."""
         if self.unread:
@@ -452,13 +445,12 @@ class Report:
     def plot(self):
         step, loss, *_, val_loss = np.genfromtxt(self.path, delimiter=',', skip_header=1, ndmin=2).T
         figure = matplotlib.figure.Figure(figsize=(8, 5), layout='constrained')   # needs no display
-        axes = figure.add_subplot(xlabel='step', ylabel='loss (nats a token)')
-        median = [np.nanmedian(loss[max(0, i - 2):i + 3]) for i in range(len(loss))]
-        axes.plot(step, loss, '0.7', step, median, 'k', step, val_loss, 'ko')
+        axes = figure.add_subplot(xlabel='step', ylabel='loss (nats a token)', yscale='log')
+        axes.plot(step, loss, '0.5', step, val_loss, 'ko')
         axes.axhline(self.reference[1], color='black', linestyle=':')
-        axes.legend(['training', 'its median over 5', 'validation', self.reference[0]])
-        figure.savefig(self.path.with_name('loss.part.png'), dpi=120)
-        os.replace(self.path.with_name('loss.part.png'), self.path.with_name('loss.png'))
+        axes.legend(['training', 'validation', self.reference[0]])
+        with replacing(self.path.with_name('loss.png')) as part:
+            figure.savefig(part, dpi=120)
 def op_kinds(hlo):
     """{operation: kind} of a compiled program's text, without the loops, which hold the others."""
     parts, kinds = re.split(r'\n(?=%)', hlo), {}
@@ -539,22 +531,20 @@ def generate_text(model, tokenizer, num_samples, prompt, max_new_tokens, top_k, 
         vocab_size=tokenizer.n_vocab, end=end, top_k=top_k))
     text_ids = set(map(tokenizer.encode_single_token, tokenizer.token_byte_values()))
     for ids in ids_BT[:num_samples, 1:stop].tolist():
-        ids = ids[:start - 1] + list(itertools.takewhile(text_ids.__contains__, ids[start - 1:]))
-        yield tokenizer.decode_bytes(ids).decode(errors='replace').rstrip('\ufffd')
+        text = tokenizer.decode_bytes(list(itertools.takewhile(text_ids.__contains__, ids)))
+        yield text.decode(errors='replace').rstrip('\ufffd')
 
 # ---- Checkpoint: model, optimizer, configuration; data order and keys follow from seed and step --
 def open_checkpoints(workdir, keep=1, read_only=False):
     """Orbax manager that saves in the background and keeps the newest checkpoints and the best."""
-    val_loss = lambda metrics: metrics['val_loss']
-    best = BestN(get_metric_fn=val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
+    best = BestN(get_metric_fn=float, reverse=True, n=1, keep_checkpoints_without_metrics=False)
     options = ocp.CheckpointManagerOptions(
-        preservation_policy=AnyPreservationPolicy([LatestN(keep), best]), best_fn=val_loss,
+        preservation_policy=AnyPreservationPolicy([LatestN(keep), best]), best_fn=float,
         read_only=read_only, cleanup_tmp_directories=not read_only)
     return ocp.CheckpointManager((workdir / 'checkpoints').absolute(), options=options)
-bit_sum = jax.jit(lambda a: jax.lax.bitcast_convert_type(a, jnp.uint32).sum(dtype=jnp.uint32))
 def bit_sums(module):
-    """Of each array the sum of its bits as uint32, which wraps around: the same on every mesh."""
-    return [int(bit_sum(a)) for a in jax.tree.leaves(module)]   # in turn: see evaluate
+    """Of each array, in turn, the sum of its bits as uint32, wrapped: the same on every mesh."""
+    return [int(a.view(jnp.uint32).sum(dtype=jnp.uint32)) for a in jax.tree.leaves(module)]
 def save_checkpoint(manager, step, config, val_loss=None, wait=False, **modules):
     """Copies the modules and returns; Orbax writes them to a temporary folder and renames that."""
     items = {name: ocp.args.StandardSave(nnx.state(module)) for name, module in modules.items()}
@@ -563,8 +553,7 @@ def save_checkpoint(manager, step, config, val_loss=None, wait=False, **modules)
         if step in manager.all_steps():   # which could not be read, or it would have been restored
             manager.delete(step)
         args = ocp.args.Composite(config=ocp.args.JsonSave(config | sums), **items)
-        metrics = val_loss and {'val_loss': float(val_loss)}
-        manager.save(step, args=args, metrics=metrics, force=True)
+        manager.save(step, args=args, metrics=val_loss, force=True)
         if wait:
             manager.wait_until_finished()
     except Exception as error:   # a full disk, say: it comes as what a writer of Orbax's raised
@@ -582,19 +571,28 @@ def restore(manager, **modules):
                     raise ValueError(f'bits of its {name} have changed')
             return step, found['config']
         except Exception as error:   # each kind of damage has an exception of its own
+            manager.reload()
+            if step not in manager.all_steps():   # a run that goes on meanwhile has deleted it
+                return restore(manager, **modules)
             say(f'{manager.directory}/{step} is damaged: {error!r:.200}', file=sys.stderr)
     require(not manager.all_steps(), f'{manager.directory}: no checkpoint could be read.')
     return 0, None
 
 # ---- Main: checks, set-up, and a loop that reads a step when the next one is under way ----------
-SIGNALS = []   # those that came: the loop saves and stops; a second one ends the process at once
+SIGNALS = []   # those that came: the loop saves and stops
 def on_signal(number, frame):
     SIGNALS.append(number)
     signal.signal(number, signal.SIG_DFL)
     with contextlib.suppress(OSError):
-        os.write(2, b'stopping after this step and a checkpoint\n')   # print might break one off
+        os.write(2, b'stopping; a second time stops at once, unsaved\n')   # print could fail here
     if jax.process_count() > 1:
         os.kill(os.getpid(), signal.SIGTERM)   # which JAX tells the other processes
+def lock(path):
+    """Keeps others from training in the folder of path until this process ends, or is killed."""
+    try:
+        fcntl.lockf(os.open(path, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f'{path.parent}: another process trains there. Let it end, or set --workdir.')
 def parse_flags(argv):
     """Parses the command line; an error in it is one line and exit status 1."""
     try:
@@ -609,7 +607,7 @@ def sample(F):
     """--mode=sample: text to stdout. Model, settings and tokenizer come from the checkpoint."""
     mesh, saved = create_mesh(F.mesh, F.num_processes or 1), glob.glob('runs/*/checkpoints/*[0-9]')
     newest = max(saved, key=os.path.getmtime, default='runs/checkpoints/none')
-    run = pathlib.Path(F.workdir or pathlib.Path(newest).parents[1]).expanduser()
+    run = pathlib.Path(os.path.expanduser(F.workdir or pathlib.Path(newest).parents[1]))
     manager = open_checkpoints(run, read_only=True)
     step, config = restore(manager)
     require(step, f'{run} has no checkpoint to sample from: train first, or set --workdir.')
@@ -622,7 +620,7 @@ def sample(F):
     say('\n\n'.join(generate_text(model, tokenizer, F.num_samples, **values(F, SAMPLING))))
 def resolve_flags(F):
     """Sets the flags that are unset; returns mesh, the text's path (None: grammar) and workdir."""
-    data = pathlib.Path('TinyStories-train.txt' if F.data is None else F.data).expanduser()
+    data = pathlib.Path(os.path.expanduser('TinyStories-train.txt' if F.data is None else F.data))
     require(data.is_file() or F.data is None, f'--data={F.data}: no such file.')
     data = data if data.is_file() else None
     tokenizer, maxlen, rows = ('gpt2', 256, 144) if data else ('words', 64, 4)
@@ -632,8 +630,9 @@ def resolve_flags(F):
     F.mesh, F.batch_size = f'{batch},{model}', F.batch_size or -(-rows // batch) * batch
     check_sizes(mesh, F.batch_size, F.accum_steps, F.embed_dim, F.num_heads, F.feed_forward_dim)
     F.accum_steps = F.accum_steps or choose_accum_steps(F.batch_size, F.maxlen, mesh)
-    name = f'{data.stem if data else "grammar"}-{F.num_transformer_blocks}x{F.embed_dim}'
-    workdir = pathlib.Path(F.workdir or f'runs/{name}-b{F.batch_size}-s{F.seed}').expanduser()
+    name = (f'{data.stem if data else "grammar"}-{F.num_transformer_blocks}x{F.embed_dim}'
+            f'-b{F.batch_size}-s{F.seed}')
+    workdir = pathlib.Path(os.path.expanduser(F.workdir or f'runs/{name}'))
     require(not re.search(r'[][*?]', str(workdir.absolute())), f'{workdir}: Orbax cannot '
             'read a checkpoint back below a folder with one of [ ] * ?: set another --workdir.')
     kind = jax.devices()[0].device_kind.replace('cpu', 'simulated cpu' if mesh.size > 1 else 'cpu')
@@ -652,7 +651,7 @@ def evaluate(F, step, model, held_out, tokenizer):
     batches = grain.MapDataset.source(held_out).repeat().batch(rows)   # from the front, to fill up
     losses = [np.asarray(eval_step(model, to_devices(batches[i]), vocab_size=tokenizer.n_vocab))
               for i in range(-(-len(held_out) // rows))]   # in turn, or simulated devices lock
-    loss = np.concatenate(losses)[:len(held_out)].mean()
+    loss = float(np.concatenate(losses)[:len(held_out)].mean())
     require(np.isfinite(loss), f'step {step}: validation {loss}: not saved')
     text, = generate_text(model, tokenizer, 1, **values(F, SAMPLING))
     say(f'\n--- step {step}, validation loss {loss:.4f} ---\n{text}\n')
@@ -660,6 +659,9 @@ def evaluate(F, step, model, held_out, tokenizer):
 def train(F):
     """--mode=train: sets a run up, or goes on where it stopped."""
     mesh, data, workdir = resolve_flags(F)
+    alone = jax.process_count() == 1   # else JAX hears SIGTERM and stops all at one step
+    for number in (signal.SIGINT, signal.SIGTERM)[:1 + alone]:
+        signal.signal(number, on_signal)
     words = common_words(stories_of(data)) if F.tokenizer == 'words' else []
     tokenizer = load_tokenizer(F.tokenizer, words)
     (workdir / 'checkpoints').mkdir(parents=True, exist_ok=True)
@@ -668,6 +670,7 @@ def train(F):
     encode_prompt(tokenizer, F.prompt, F.maxlen)   # to fail before anything compiles
     total = F.max_steps = F.max_steps or len(training) * F.num_epochs // F.batch_size
     config = dict(settings={'data': digest} | values(F, [*FIXED, *FREE]), words=words)
+    lock(workdir / f'lock.{jax.process_index()}')
     with open_checkpoints(workdir, F.keep) as manager:   # at the end it waits for the last save
         for step in manager.all_steps() if F.overwrite else ():   # now that all is checked
             manager.delete(step)
@@ -675,9 +678,6 @@ def train(F):
         check_resume(workdir, start, (saved or config)['settings'], config['settings'])
         if start >= total:
             return say(f'{workdir} is finished at step {start}: raise --max_steps, or --overwrite.')
-        alone = jax.process_count() == 1   # else JAX hears SIGTERM and stops all at one step
-        for number in (signal.SIGINT, signal.SIGTERM)[:1 + alone]:
-            signal.signal(number, on_signal)
         model = create_model(F.seed, tokenizer.n_vocab, F.dtype, **values(F, SIZES))
         optimizer, rate = create_optimizer(
             model, F.learning_rate, F.warmup_steps, total, F.weight_decay, F.clip_norm)
@@ -703,7 +703,7 @@ def train(F):
         ends = [start + 5, start + 5 + F.profile_steps] * (0 < F.profile_steps <= total - start - 5)
         if F.profile_steps and not ends:
             say(f'no profile: {total - start} steps are left, 5 + {F.profile_steps} are needed')
-        for step in itertools.count(start):
+        for step in range(start, total + 1):
             stop = bool(SIGNALS) if alone else manager.reached_preemption(step)
             done, val_loss = stop or step == total, None
             if done or step in ends or due(F.eval_every) or due(F.checkpoint_every):
@@ -727,7 +727,7 @@ def train(F):
             report.write(step, {}, val_loss)
     say(f'step {step}: nothing to save' if step == 0 else f'step {step}: saved in {workdir}'
         + '; the same command goes on from there' * (step < total))
-    if stop:   # exit as a process does that the signal ended
+    if stop:   # by a signal, here or in another process
         sys.exit(128 + (SIGNALS or [signal.SIGTERM])[0])
 def main(argv, F=flags.FLAGS):
     sys.stdout.reconfigure(errors='replace')   # an ASCII terminal shows what it can
