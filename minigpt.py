@@ -248,7 +248,7 @@ def split_windows(ids, maxlen, batch_size):
     return windows[:training], windows[training:]
 def training_batches(windows, batch_size, seed, start, total):
     """Iterator of the (B, S) batches of steps start to total; seed and step alone decide them."""
-    shuffled = grain.MapDataset.source(windows).seed(seed).shuffle().repeat()
+    shuffled = grain.MapDataset.source(windows).seed(seed).shuffle().repeat(2**31)   # > max_steps
     batches = shuffled.batch(batch_size)[start:total]
     return iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 def to_devices(batch_BS):

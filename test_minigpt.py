@@ -565,6 +565,8 @@ def test_the_order_of_batches_follows_from_seed_and_step_alone():
     assert not np.array_equal(whole, batches(4, 0, 60))
     epochs = np.concatenate(whole)[:, 0]
     assert not np.array_equal(epochs[:180], epochs[180:360])           # shuffled anew each epoch
+    one = list(minigpt.training_batches(training[:1], 1, 0, 2**31 - 4, 2**31 - 1))   # the last steps there can be
+    np.testing.assert_array_equal(one, [training[:1]] * 3)
 
 
 # ---- Profile and speed --------------------------------------------------------------------------
