@@ -918,7 +918,7 @@ def test_a_second_process_may_not_train_in_a_workdir_where_one_does(text, tmp_pa
     first = start(*arguments, '--checkpoint_every=0', '--eval_every=0')
     wait_for_steps(first, tmp_path)
     before = (tmp_path / 'metrics.csv').read_bytes()
-    second = cli(*arguments, '--overwrite')
+    second = cli(*arguments, '--overwrite', '--max_steps=3')
     assert second.returncode == 1 and second.stderr.count('\n') == 1, second.stderr
     assert 'another process trains there' in second.stderr
     assert (tmp_path / 'metrics.csv').read_bytes().startswith(before)
