@@ -39,7 +39,7 @@ flags.DEFINE_integer('maxlen', None, 'tokens of context; unset: 256, for the gra
 flags.DEFINE_integer('embed_dim', 256, 'width of embeddings and blocks', 1, 2**16)
 flags.DEFINE_integer('num_heads', 8, 'attention heads a block', 1, 2**16)
 flags.DEFINE_integer('feed_forward_dim', 256, 'width inside the MLP', 1, 2**20)
-flags.DEFINE_float('dropout', 0.0, 'share dropped; 0.1, as in the tutorial, costs a third', 0, 0.9)
+flags.DEFINE_float('dropout', 0.0, 'share dropped in training; the tutorial: 0.1', 0, 0.9)
 flags.DEFINE_enum('dtype', 'auto', ['auto', 'float32', 'bfloat16'], 'auto: float32 on CPUs')
 flags.DEFINE_string('data', None, 'text, UTF-8; unset: TinyStories-train.txt here, or a grammar')
 flags.DEFINE_string('tokenizer', None, 'bytes, words or of tiktoken; unset: gpt2 (grammar: words)')
@@ -529,17 +529,17 @@ def generate_text(model, tokenizer, num_samples, prompt, max_new_tokens, top_k, 
     ids_BT = np.asarray(generate_tokens(
         model, to_devices(ids_BT), start, stop, jax.random.key(seed), temperature,
         vocab_size=tokenizer.n_vocab, end=end, top_k=top_k))
-    text_ids = set(map(tokenizer.encode_single_token, tokenizer.token_byte_values()))
+    is_text = set(map(tokenizer.encode_single_token, tokenizer.token_byte_values())).__contains__
     for ids in ids_BT[:num_samples, 1:stop].tolist():
-        text = tokenizer.decode_bytes(list(itertools.takewhile(text_ids.__contains__, ids)))
-        yield text.decode(errors='replace').rstrip('\ufffd')
+        yield tokenizer.decode(list(itertools.takewhile(is_text, ids))).rstrip('\ufffd')
 
 # ---- Checkpoint: model, optimizer, configuration; data order and keys follow from seed and step --
 def open_checkpoints(workdir, keep=1, read_only=False):
     """Orbax manager that saves in the background and keeps the newest checkpoints and the best."""
-    best = BestN(get_metric_fn=float, reverse=True, n=1, keep_checkpoints_without_metrics=False)
+    val_loss = lambda metrics: metrics['val_loss']
+    best = BestN(get_metric_fn=val_loss, reverse=True, n=1, keep_checkpoints_without_metrics=False)
     options = ocp.CheckpointManagerOptions(
-        preservation_policy=AnyPreservationPolicy([LatestN(keep), best]), best_fn=float,
+        preservation_policy=AnyPreservationPolicy([LatestN(keep), best]), best_fn=val_loss,
         read_only=read_only, cleanup_tmp_directories=not read_only)
     return ocp.CheckpointManager((workdir / 'checkpoints').absolute(), options=options)
 def bit_sums(module):
@@ -553,7 +553,8 @@ def save_checkpoint(manager, step, config, val_loss=None, wait=False, **modules)
         if step in manager.all_steps():   # which could not be read, or it would have been restored
             manager.delete(step)
         args = ocp.args.Composite(config=ocp.args.JsonSave(config | sums), **items)
-        manager.save(step, args=args, metrics=val_loss, force=True)
+        metrics = None if val_loss is None else {'val_loss': float(val_loss)}
+        manager.save(step, args=args, metrics=metrics, force=True)
         if wait:
             manager.wait_until_finished()
     except Exception as error:   # a full disk, say: it comes as what a writer of Orbax's raised
@@ -590,7 +591,7 @@ def on_signal(number, frame):
 def lock(path):
     """Keeps others from training in the folder of path until this process ends, or is killed."""
     try:
-        fcntl.lockf(os.open(path, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         sys.exit(f'{path.parent}: another process trains there. Let it end, or set --workdir.')
 def parse_flags(argv):
@@ -651,7 +652,7 @@ def evaluate(F, step, model, held_out, tokenizer):
     batches = grain.MapDataset.source(held_out).repeat().batch(rows)   # from the front, to fill up
     losses = [np.asarray(eval_step(model, to_devices(batches[i]), vocab_size=tokenizer.n_vocab))
               for i in range(-(-len(held_out) // rows))]   # in turn, or simulated devices lock
-    loss = float(np.concatenate(losses)[:len(held_out)].mean())
+    loss = np.concatenate(losses)[:len(held_out)].mean()
     require(np.isfinite(loss), f'step {step}: validation {loss}: not saved')
     text, = generate_text(model, tokenizer, 1, **values(F, SAMPLING))
     say(f'\n--- step {step}, validation loss {loss:.4f} ---\n{text}\n')
@@ -734,10 +735,9 @@ def main(argv, F=flags.FLAGS):
     logging.set_verbosity(logging.FATAL)       # Orbax logs what it raises as well, and its threads
     sys.unraisablehook = lambda _: None        # print it
     if (F.coordinator, F.num_processes, F.process_id) != (None, None, None):
-        address = None if F.coordinator == 'auto' else F.coordinator   # None: of TPU pod or Slurm
-        try:
-            jax.distributed.initialize(
-                address, F.num_processes, F.process_id, shutdown_timeout_seconds=30)
+        try:   # with None, JAX asks the TPU pod or Slurm
+            jax.distributed.initialize(None if F.coordinator == 'auto' else F.coordinator,
+                                       F.num_processes, F.process_id, shutdown_timeout_seconds=30)
         except Exception as error:
             sys.exit(f'--coordinator={F.coordinator}: {error!r:.200}')
     try:

@@ -1146,9 +1146,11 @@ def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
     manager = minigpt.open_checkpoints(tmp_path, keep=2)
     module = minigpt.nnx.Dict(zeros=minigpt.nnx.Param(jnp.zeros(3)))
     for step, loss in enumerate([3.0, 1.0, None, 2.0, None, 4.0, 5.0]):
-        minigpt.save_checkpoint(manager, step, {}, loss, module=module)
+        minigpt.save_checkpoint(manager, step, {}, loss and np.float32(loss), module=module)
     manager.close()
     assert {folder.name for folder in (tmp_path / 'checkpoints').iterdir()} == {'1', '5', '6'}
+    best = tmp_path / 'checkpoints' / '1' / 'metrics' / 'metrics'   # in the form of the runs there are
+    assert json.loads(best.read_text()) == {'val_loss': 1.0}
 
 
 def test_opening_checkpoints_and_token_files_unpickles_nothing(text, never_stopped, monkeypatch, tmp_path):
