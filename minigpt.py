@@ -129,11 +129,13 @@ class TokenAndPositionEmbedding(nnx.Module):
 class MiniGPT(nnx.Module):
     """Everything up to the output layer, which loss and sampler apply in their own ways."""
     def __init__(self, vocab_size, maxlen, embed_dim, num_transformer_blocks, dtype, rngs, **block):
-        self.embedding_layer = TokenAndPositionEmbedding(maxlen, vocab_size, embed_dim, dtype, rngs)
+        rows = -(-vocab_size // 128) * 128   # GPT-2's 50257 is odd: no `model` axis could split it
+        self.vocab_size = vocab_size
+        self.embedding_layer = TokenAndPositionEmbedding(maxlen, rows, embed_dim, dtype, rngs)
         self.transformer_blocks = nnx.List(TransformerBlock(
             embed_dim, dtype=dtype, rngs=rngs, **block) for _ in range(num_transformer_blocks))
         self.norm = nnx.LayerNorm(embed_dim, dtype=dtype, rngs=rngs)
-        self.output_layer = weight(rngs, (vocab_size, embed_dim), 'model', 'batch')
+        self.output_layer = weight(rngs, (rows, embed_dim), 'model', 'batch')
     def __call__(self, ids_BT, caches=None, index=0, rngs=None):
         """Returns x_BTD, to be multiplied by output_layer (V, D), and the blocks' caches."""
         x_BTD, new_caches = self.embedding_layer(ids_BT, index), []
@@ -142,11 +144,10 @@ class MiniGPT(nnx.Module):
             new_caches.append(cache)
         return self.norm(x_BTD), new_caches
 def create_model(seed, vocab_size, dtype, **settings):
-    """MiniGPT of --dtype, its vocabulary padded; each parameter is made sharded, never whole."""
+    """MiniGPT of --dtype; each parameter is made sharded, never whole."""
     auto = 'float32' if jax.default_backend() == 'cpu' else 'bfloat16'
     dtype = jnp.dtype(auto if dtype == 'auto' else dtype)
-    rows = -(-vocab_size // 128) * 128   # GPT-2's 50257 is odd: no `model` axis could split it
-    return jax.jit(lambda: MiniGPT(rows, dtype=dtype, rngs=nnx.Rngs(seed), **settings))()
+    return jax.jit(lambda: MiniGPT(vocab_size, dtype=dtype, rngs=nnx.Rngs(seed), **settings))()
 def gather(model):
     """The model with each parameter whole over `batch`, as the forward pass needs it (FSDP)."""
     spec = lambda a: P(*(None if n == 'batch' else n for n in jax.typeof(a).sharding.spec))
@@ -181,10 +182,10 @@ def file_stories(path):
             for block in itertools.chain(iter(lambda: file.read(BLOCK), ''), [END]):
                 require('\0' not in block, f'{path} is not UTF-8 text: it holds NUL characters.')
                 *stories, rest = (rest + block).split(END)
-                yield from (story.strip() + END for story in stories if story.strip())
+                yield from (story.strip().lstrip('\0') + END for story in stories if story.strip())
                 while len(rest) > BLOCK + len(END):   # so that no END is cut in two
-                    yield rest[:BLOCK]
-                    rest = rest[BLOCK:]
+                    yield rest[:BLOCK].lstrip('\0')
+                    rest = '\0' + rest[BLOCK:]   # strip is to leave alone what follows a cut
         except UnicodeDecodeError as error:
             at = file.buffer.tell() - len(error.object) + error.start
             sys.exit(f'{path} is not UTF-8 text: {error.reason} at byte {at}. Use gunzip or iconv?')
@@ -272,13 +273,11 @@ def mesh_shape(text, devices, simulated):
     return batch, model
 def create_mesh(text, processes=1):
     """Makes the mesh of --mesh the current one. Explicit axes: shardings are part of types."""
-    wanted = max(1, math.prod(map(int, re.findall(r'(?<!-)\b\d+', text))) // processes)
-    require(wanted <= 256, f'--mesh={text} needs {wanted} devices, 256 at most can be simulated.')
+    wanted = max(1, min(256, math.prod(map(int, re.findall(r'(?<!-)\b\d+', text))) // processes))
     with contextlib.suppress(RuntimeError):   # JAX has begun, with the devices that it has
         jax.config.update('jax_num_cpu_devices', max(wanted, jax.config.jax_num_cpu_devices))
     shape = mesh_shape(text, jax.device_count(), jax.default_backend() == 'cpu' and processes == 1)
-    mesh = jax.make_mesh(shape, ('batch', 'model'), devices=jax.devices()[:math.prod(shape)],
-                         axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    mesh = jax.make_mesh(shape, ('batch', 'model'), (jax.sharding.AxisType.Explicit,) * 2)
     jax.set_mesh(mesh)
     return mesh
 def check_sizes(mesh, batch_size, accum_steps, embed_dim, num_heads, feed_forward_dim, **_):
@@ -333,18 +332,16 @@ def token_losses(x_BTD, w_VD, y_BT, vocab_size):
         return losses.reshape(y_BT.shape), dx.reshape(x_BTD.shape), jax.lax.psum(dw_VD, 'batch')
     x, w, y = P('batch', None, None), P('model', None), P('batch', None)
     return jax.shard_map(local, in_specs=(x, w, y), out_specs=(y, x, w))(x_BTD, w_VD, y_BT)
-def cross_entropy_forward(*arguments):
-    """The sum of token_losses, and its gradients, which backward only scales."""
-    losses_BT, *grads = token_losses(*arguments)
-    return losses_BT.sum(), grads
-cross_entropy = jax.custom_vjp(lambda *a: cross_entropy_forward(*a)[0], nondiff_argnums=(3,))
-cross_entropy.defvjp(cross_entropy_forward, lambda vocab_size, grads, g: (
-    *((grad * g).astype(grad.dtype) for grad in grads), None))
-def loss_fn(model, ids_BS, vocab_size, dropout_key=None):
+@jax.custom_gradient
+def cross_entropy(x_BTD, w_VD, y_BT, vocab_size):
+    """The sum of token_losses, nats; its backward pass only scales the gradients found there."""
+    losses_BT, *grads = token_losses(x_BTD, w_VD, y_BT, vocab_size)
+    return losses_BT.sum(), lambda g: (*((a * g).astype(a.dtype) for a in grads), None, None)
+def loss_fn(model, ids_BS, dropout_key=None):
     """Mean loss over the windows, nats a token: each token is predicted from those before it."""
     rngs = None if dropout_key is None else nnx.Rngs(dropout=dropout_key)
     (x_BTD, _), y_BT = model(ids_BS[:, :-1], rngs=rngs), ids_BS[:, 1:]
-    return cross_entropy(x_BTD, model.output_layer[...], y_BT, vocab_size) / y_BT.size
+    return cross_entropy(x_BTD, model.output_layer[...], y_BT, model.vocab_size) / y_BT.size
 def create_optimizer(model, peak, warmup_steps, steps, weight_decay, clip_norm):
     """(optimizer, rate): clipped AdamW; rate(step) warms up to peak, then falls to peak / 10."""
     warmup = min(warmup_steps, steps - 1)
@@ -353,29 +350,27 @@ def create_optimizer(model, peak, warmup_steps, steps, weight_decay, clip_norm):
     tx = optax.chain(optax.clip_by_global_norm(clip_norm), optax.adamw(
         rate, b2=0.95, weight_decay=weight_decay, mask=matrices))
     return jax.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model), rate
-@jax.jit(donate_argnums=(0, 1), static_argnames=('vocab_size', 'accum_steps', 'dropout'))
-def train_step(model, optimizer, ids_BS, key, *, vocab_size, accum_steps, dropout):
+@jax.jit(donate_argnums=(0, 1), static_argnums=4)
+def train_step(model, optimizer, ids_BS, key, accum_steps):
     """One update; gradients add up in the parameters' split. Returns model, optimizer, metrics."""
     whole, key = gather(model), jax.random.fold_in(key, optimizer.step[...])
     accumulate = lambda total, grad: total + jax.reshard(grad, jax.typeof(total).sharding.spec)
     def add(sums, micro_batch):
-        i, ids_BS = micro_batch
-        found = jax.value_and_grad(loss_fn)(
-            whole, ids_BS, vocab_size, jax.random.fold_in(key, i) if dropout else None)
+        found = jax.value_and_grad(loss_fn)(whole, *micro_batch)
         return jax.tree.map(accumulate, sums, found), None
     ids_BAS = ids_BS.reshape(-1, accum_steps, ids_BS.shape[1], out_sharding=P('batch', None, None))
-    micro_batches = jnp.arange(accum_steps), ids_BAS.swapaxes(0, 1)
+    micro_batches = ids_BAS.swapaxes(0, 1), jax.random.split(key, accum_steps)
     zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, model)
-    (loss, grads), _ = jax.lax.scan(add, zeros, micro_batches)
-    loss, grads = jax.tree.map(lambda total: total / accum_steps, (loss, grads))
+    sums, _ = jax.lax.scan(add, zeros, micro_batches)
+    loss, grads = jax.tree.map(lambda total: total / accum_steps, sums)
     optimizer.update(model, grads)
     return model, optimizer, {'loss': loss, 'grad_norm': optax.tree.norm(jax.tree.leaves(grads))}
-@jax.jit(static_argnames='vocab_size')
-def eval_step(model, ids_BS, *, vocab_size):
+@jax.jit
+def eval_step(model, ids_BS):
     """Mean loss of each window: (B,) nats a token, dropout off."""
     model = gather(model)
     x_BTD, _ = model(ids_BS[:, :-1])
-    losses_BT, *_ = token_losses(x_BTD, model.output_layer[...], ids_BS[:, 1:], vocab_size)
+    losses_BT, *_ = token_losses(x_BTD, model.output_layer[...], ids_BS[:, 1:], model.vocab_size)
     return jax.reshard(losses_BT.mean(-1), P())
 
 # ---- Reports: numbers are read one step late, so that the device never waits for Python ---------
@@ -491,16 +486,16 @@ def profile(folder, program, report, num_steps, batch_size):
         f'{shares(kind_ns.items())}\nlongest: {shares(op_ns.most_common(5))}\n')
 
 # ---- Sampler: the prompt takes one pass, then each token one against the KV cache; compiled once -
-@jax.jit(static_argnames=('vocab_size', 'end', 'top_k'))
-def generate_tokens(model, ids_BT, start, stop, key, temperature, *, vocab_size, end, top_k):
+@jax.jit(static_argnames='top_k')
+def generate_tokens(model, ids_BT, start, stop, key, temperature, end, top_k):
     """ids_BT, filled from position `start` on until all rows have an `end` or reach `stop`."""
     model = gather(model)
     def write_token(carry):
         index, x_BD, ids_BT, caches, ended_B1 = carry
         logits_BV = jnp.einsum('bd,vd->bv', x_BD, model.output_layer[...].astype(x_BD.dtype),
                                **FLOAT32, out_sharding=P('batch', 'model'))
-        logits_BV = jax.reshard(logits_BV, P())[:, :vocab_size]   # no padded ids
-        top_BK, ids_BK = jax.lax.top_k(logits_BV, min(top_k or vocab_size, vocab_size))
+        logits_BV = jax.reshard(logits_BV, P())[:, :model.vocab_size]   # no padded ids
+        top_BK, ids_BK = jax.lax.top_k(logits_BV, min(top_k or model.vocab_size, model.vocab_size))
         # argmax(logits + temperature * Gumbel noise) draws from softmax(logits / temperature)
         noise_BK = jax.random.gumbel(jax.random.fold_in(key, index), top_BK.shape)
         best_B1 = jnp.argmax(top_BK + temperature * noise_BK, axis=1, keepdims=True)
@@ -526,9 +521,8 @@ def generate_text(model, tokenizer, num_samples, prompt, max_new_tokens, top_k, 
     ids_BT = np.zeros((-(-num_samples // batch) * batch, maxlen), np.int32)
     ids_BT[:, :start] = prompt_ids
     stop = min(maxlen, start + (max_new_tokens or maxlen))
-    ids_BT = np.asarray(generate_tokens(
-        model, to_devices(ids_BT), start, stop, jax.random.key(seed), temperature,
-        vocab_size=tokenizer.n_vocab, end=end, top_k=top_k))
+    ids_BT = np.asarray(generate_tokens(model, to_devices(ids_BT), start, stop,
+                                        jax.random.key(seed), temperature, end, top_k))
     is_text = set(map(tokenizer.encode_single_token, tokenizer.token_byte_values())).__contains__
     for ids in ids_BT[:num_samples, 1:stop].tolist():
         yield tokenizer.decode(list(itertools.takewhile(is_text, ids))).rstrip('\ufffd')
@@ -545,7 +539,7 @@ def open_checkpoints(workdir, keep=1, read_only=False):
 def bit_sums(module):
     """Of each array, in turn, the sum of its bits as uint32, wrapped: the same on every mesh."""
     return [int(a.view(jnp.uint32).sum(dtype=jnp.uint32)) for a in jax.tree.leaves(module)]
-def save_checkpoint(manager, step, config, val_loss=None, wait=False, **modules):
+def save(manager, step, config, val_loss=None, wait=False, **modules):
     """Copies the modules and returns; Orbax writes them to a temporary folder and renames that."""
     items = {name: ocp.args.StandardSave(nnx.state(module)) for name, module in modules.items()}
     sums = {name: bit_sums(module) for name, module in modules.items()}
@@ -649,9 +643,9 @@ def check_resume(workdir, step, old, new):
 def evaluate(F, step, model, held_out, tokenizer):
     """Mean loss on the held-out windows, nats a token; prints it with a story."""
     rows = F.batch_size // F.accum_steps
-    batches = grain.MapDataset.source(held_out).repeat().batch(rows)   # from the front, to fill up
-    losses = [np.asarray(eval_step(model, to_devices(batches[i]), vocab_size=tokenizer.n_vocab))
-              for i in range(-(-len(held_out) // rows))]   # in turn, or simulated devices lock
+    # The last batch is filled up from the front. np.asarray: in turn, or simulated devices lock.
+    batches = np.resize(held_out, (-(-len(held_out) // rows), rows, F.maxlen + 1))
+    losses = [np.asarray(eval_step(model, to_devices(batch))) for batch in batches]
     loss = np.concatenate(losses)[:len(held_out)].mean()
     require(np.isfinite(loss), f'step {step}: validation {loss}: not saved')
     text, = generate_text(model, tokenizer, 1, **values(F, SAMPLING))
@@ -688,9 +682,7 @@ def train(F):
             f'{F.accum_steps} micro-batches\ncompiling')
         clock, key = time.perf_counter(), jax.random.key(F.seed)
         ids_BS = to_devices(np.zeros((F.batch_size, F.maxlen + 1), np.int32))
-        next_step = train_step.lower(
-            model, optimizer, ids_BS, key, vocab_size=tokenizer.n_vocab,
-            accum_steps=F.accum_steps, dropout=F.dropout > 0).compile()
+        next_step = train_step.lower(model, optimizer, ids_BS, key, F.accum_steps).compile()
         used = next_step.memory_analysis()
         say(f'compiled in {time.perf_counter() - clock:.1f} s | MB a device: weights and optimizer '
             f'{used.argument_size_in_bytes / 1e6:.1f}, step {used.temp_size_in_bytes / 1e6:.0f}')
@@ -716,8 +708,7 @@ def train(F):
                 if step == total or due(F.eval_every) and not stop:
                     val_loss = evaluate(F, step, model, held_out, tokenizer)
                 if step > start and (done or due(F.checkpoint_every)):
-                    save_checkpoint(
-                        manager, step, config, val_loss, done, model=model, optimizer=optimizer)
+                    save(manager, step, config, val_loss, done, model=model, optimizer=optimizer)
                 if done:
                     break
                 report.clock = time.perf_counter()   # a pause is no part of a step
