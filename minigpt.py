@@ -33,7 +33,7 @@ flags.DEFINE_enum('mode', 'train', ['train', 'sample'], 'train or resume a run, 
 flags.DEFINE_string('workdir', None, 'folder of the run; unset: runs/NAME, or to sample the newest')
 flags.DEFINE_bool('overwrite', False, 'delete the run in the workdir and start anew')
 flags.DEFINE_integer('keep', 3, 'newest checkpoints kept, beside the best by validation loss', 1)
-flags.DEFINE_string('mesh', '-1,1', 'devices as batch,model; -1: all; on CPUs they are simulated')
+flags.DEFINE_string('mesh', '-1,1', 'devices as batch,model; -1: all; CPUs simulate them, -1 is 1')
 flags.DEFINE_integer('num_transformer_blocks', 8, 'blocks', 1, 1000)
 flags.DEFINE_integer('maxlen', None, 'tokens of context; unset: 256, for the grammar 64', 2, 2**20)
 flags.DEFINE_integer('embed_dim', 256, 'width of embeddings and blocks', 1, 2**16)
@@ -42,19 +42,19 @@ flags.DEFINE_integer('feed_forward_dim', 256, 'width inside the MLP', 1, 2**20)
 flags.DEFINE_float('dropout', 0.0, 'share dropped in training; the tutorial: 0.1', 0, 0.9)
 flags.DEFINE_enum('dtype', 'auto', ['auto', 'float32', 'bfloat16'], 'auto: float32 on CPUs')
 flags.DEFINE_string('data', None, 'text, UTF-8; unset: TinyStories-train.txt here, or a grammar')
-flags.DEFINE_string('tokenizer', None, 'bytes, words or of tiktoken; unset: gpt2 (grammar: words)')
+flags.DEFINE_string('tokenizer', None, "bytes, words or tiktoken's; unset: gpt2 (grammar: words)")
 flags.DEFINE_integer('batch_size', None, 'windows a step; unset: 144, or 4 for the grammar', 1)
 flags.DEFINE_integer('accum_steps', 0, 'micro-batches a step; 0: by batch, maxlen and mesh', 0)
 flags.DEFINE_integer('num_epochs', 1, 'times each window is seen', 1, 10**4)
-flags.DEFINE_integer('max_steps', 0, 'steps in all; 0: as the epochs give', 0, 2**31 - 1)
+flags.DEFINE_integer('max_steps', 0, 'steps in all; 0: what num_epochs gives', 0, 2**31 - 1)
 flags.DEFINE_float('learning_rate', 1e-3, 'peak, after warm-up and before the cosine', 0, 1e38)
 flags.DEFINE_integer('warmup_steps', 20, 'steps of rising learning rate', 0)
 flags.DEFINE_float('weight_decay', 0.1, 'of AdamW, on matrices', 0, 1e38)
 flags.DEFINE_float('clip_norm', 1.0, 'largest gradient norm', 0, 1e38)
 flags.DEFINE_integer('seed', 42, 'of parameters, order, dropout and samples', 0, 2**32 - 1)
 flags.DEFINE_integer('log_every', 10, 'steps between log lines', 1)
-flags.DEFINE_integer('eval_every', 200, 'steps between validations with a story; 0: at the end', 0)
-flags.DEFINE_integer('checkpoint_every', 200, 'steps between checkpoints; 0: at the end', 0)
+flags.DEFINE_integer('eval_every', 200, 'steps between validations, stories; 0: only at the end', 0)
+flags.DEFINE_integer('checkpoint_every', 200, 'steps between checkpoints; 0: only at the end', 0)
 flags.DEFINE_integer('profile_steps', 0, 'steps to trace, after 5 steps of warm-up', 0)
 flags.DEFINE_string('prompt', 'Once upon a time', 'beginning of the text')
 flags.DEFINE_integer('num_samples', 1, 'texts to write', 1, 10000)
@@ -75,7 +75,7 @@ def require(condition, problem):
         sys.exit(problem)
 
 # ---- Model: pre-LN; weights split over `model` by column, then row, over `batch` to store (FSDP) -
-FLOAT32 = dict(preferred_element_type=jnp.float32)   # products add up in it, under bfloat16 too
+FLOAT32 = dict(preferred_element_type=jnp.float32)   # attention and logits add up in it
 def weight(rngs, shape, *axes):
     """A parameter drawn from normal(0, 0.02), split over mesh axes where they divide it evenly."""
     mesh = jax.sharding.get_abstract_mesh().shape
@@ -89,10 +89,11 @@ def attention(q_BNTH, k_BNSH, v_BNSH, index=0):
     scores_BNTS = jnp.einsum('bnth,bnsh->bnts', q_BNTH * q_BNTH.shape[-1]**-0.5, k_BNSH, **FLOAT32)
     visible_TS = jnp.arange(k_BNSH.shape[2]) <= index + jnp.arange(q_BNTH.shape[2])[:, None]
     scores_BNTS = jnp.where(visible_TS, scores_BNTS, -jnp.inf)
-    # Dividing by the sum at the end saves passes: 3/4 of the step of jax.nn.dot_product_attention.
+    # Divided by the sum at the end: 3/4 of a step's time with jax.nn.dot_product_attention.
     exp_BNTS = jnp.exp(scores_BNTS - jax.lax.stop_gradient(scores_BNTS.max(-1, keepdims=True)))
     out_BNTH = jnp.einsum('bnts,bnsh->bnth', exp_BNTS.astype(v_BNSH.dtype), v_BNSH, **FLOAT32)
     return (out_BNTH / exp_BNTS.sum(-1, keepdims=True)).astype(v_BNSH.dtype)
+
 class TransformerBlock(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)); dropout acts where rngs are given."""
     def __init__(self, embed_dim, num_heads, feed_forward_dim, dropout, dtype, rngs):
@@ -105,7 +106,7 @@ class TransformerBlock(nnx.Module):
         self.down = weight(rngs, (F, D), 'model', 'batch')
         self.dropout = nnx.Dropout(dropout)
     def __call__(self, x_BTD, cache=None, index=0, rngs=None):
-        """Returns x_BTD and (keys, values), (B, N, S, H); with a cache of those x is at index..."""
+        """x_BTD and (keys, values), each (B, N, S, H); with a cache of these x begins at index."""
         drop = functools.partial(self.dropout, deterministic=rngs is None, rngs=rngs)
         qkv = project('btd,dinh->btinh', self.norm1(x_BTD), self.qkv, None, 'model')
         q_BNTH, k_BNSH, v_BNSH = jnp.unstack(qkv.swapaxes(1, 3), axis=2)
@@ -116,6 +117,7 @@ class TransformerBlock(nnx.Module):
         x_BTD += drop(project('bnth,nhd->btd', out_BNTH, self.out))
         up_BTF = nnx.relu(project('btd,df->btf', self.norm2(x_BTD), self.up, 'model'))
         return x_BTD + drop(project('btf,fd->btd', up_BTF, self.down)), (k_BNSH, v_BNSH)
+
 class TokenAndPositionEmbedding(nnx.Module):
     """The sum of a learned vector for each token and one for each position."""
     def __init__(self, maxlen, vocab_size, embed_dim, dtype, rngs):
@@ -126,6 +128,7 @@ class TokenAndPositionEmbedding(nnx.Module):
         token_BTD = self.token_emb[...].at[ids_BT].get(out_sharding=P('batch', None, None))
         pos_TD = jax.lax.dynamic_slice_in_dim(self.pos_emb[...], index, ids_BT.shape[1])
         return (token_BTD + pos_TD).astype(self.dtype)
+
 class MiniGPT(nnx.Module):
     """Everything up to the output layer, which loss and sampler apply in their own ways."""
     def __init__(self, vocab_size, maxlen, embed_dim, num_transformer_blocks, dtype, rngs, **block):
@@ -143,6 +146,7 @@ class MiniGPT(nnx.Module):
             x_BTD, cache = block(x_BTD, cache, index, rngs)
             new_caches.append(cache)
         return self.norm(x_BTD), new_caches
+
 def create_model(seed, vocab_size, dtype, **settings):
     """MiniGPT of --dtype; each parameter is made sharded, never whole."""
     auto = 'float32' if jax.default_backend() == 'cpu' else 'bfloat16'
@@ -156,7 +160,7 @@ def gather(model):
 # ---- Data: one stream of token ids in a memory-mapped file, cut into windows; nothing is padded --
 END = '<|endoftext|>'
 WORDS = r' ?[^\W\d_]+| ?[^\s\w]|\s|\d|_'   # a word with the space before it, or one character
-BLOCK = 1 << 16                            # characters read at a time; longer stories are cut
+BLOCK = 1 << 16                            # characters at a time; longer stories go in pieces
 STORY = ('Once upon a time there was a {mood} {animal} named {name}. {name} lived in the {place} '
          'and loved to {play}. One day {name} found a {color} {thing} near the {place}. Then a '
          '{feeling} {friend} came by. {name} gave the {color} {thing} to the {friend}. The '
@@ -292,7 +296,7 @@ def check_sizes(mesh, batch_size, accum_steps, embed_dim, num_heads, feed_forwar
         require(size % parts == 0, f'{name}={size} is not divisible by {by}={parts}: use '
                 f'{-(-size // parts) * parts}.')
 def choose_accum_steps(batch_size, maxlen, mesh):
-    """Micro-batches a step. No timing decides, only shapes and mesh: a resume must repeat them."""
+    """Micro-batches a step, by shapes and mesh alone: a resume must repeat them."""
     # Tokens a device and micro-batch: on 2 CPU cores 8,192 took 1.2 times as long as 2,048.
     most = max(512, 2048 // mesh.size) if jax.default_backend() == 'cpu' else 65536
     B = batch_size // mesh.shape['batch']
@@ -332,6 +336,7 @@ def token_losses(x_BTD, w_VD, y_BT, vocab_size):
         return losses.reshape(y_BT.shape), dx.reshape(x_BTD.shape), jax.lax.psum(dw_VD, 'batch')
     x, w, y = P('batch', None, None), P('model', None), P('batch', None)
     return jax.shard_map(local, in_specs=(x, w, y), out_specs=(y, x, w))(x_BTD, w_VD, y_BT)
+
 @jax.custom_gradient
 def cross_entropy(x_BTD, w_VD, y_BT, vocab_size):
     """The sum of token_losses, nats; its backward pass only scales the gradients found there."""
@@ -350,6 +355,7 @@ def create_optimizer(model, peak, warmup_steps, steps, weight_decay, clip_norm):
     tx = optax.chain(optax.clip_by_global_norm(clip_norm), optax.adamw(
         rate, b2=0.95, weight_decay=weight_decay, mask=matrices))
     return jax.jit(lambda model: nnx.Optimizer(model, tx, wrt=nnx.Param))(model), rate
+
 @jax.jit(donate_argnums=(0, 1), static_argnums=4)
 def train_step(model, optimizer, ids_BS, key, accum_steps):
     """One update; gradients add up in the parameters' split. Returns model, optimizer, metrics."""
@@ -382,16 +388,17 @@ def say(text, end='\n', file=None):
         with contextlib.suppress(BrokenPipeError):   # of `| tee`, which Ctrl-C ends first
             print(text, end=end, file=file, flush=True)
 def peak_flops(mesh):
-    """FLOP/s of the mesh: in bfloat16 by PEAKS, or inf; of CPUs in a float32 matmul timed here."""
+    """FLOP/s of the mesh: by PEAKS (bfloat16 TFLOP/s) or inf; on CPUs a float32 matmul is timed."""
     kind, n = mesh.devices.flat[0].device_kind, -(-2048 // mesh.size) * mesh.size
     if kind != 'cpu':
         return mesh.size * next((1e12 * PEAKS[name] for name in PEAKS if name in kind), math.inf)
     a, b = jnp.ones((n, n), out_sharding=P(('batch', 'model'))), jnp.ones((n, n))
     return 2 * n**3 / min(timeit.repeat(lambda: (a @ b).block_until_ready(), number=1))
 def step_flops(tokens, vocab, num_transformer_blocks, maxlen, embed_dim, feed_forward_dim, **_):
-    """FLOPs of a step's useful matmuls: no padded vocabulary; twice as many backward as forward."""
+    """FLOPs of a step's matmuls, masked scores included, padding not; backward is twice forward."""
     block = 4 * embed_dim**2 + 2 * embed_dim * feed_forward_dim + 2 * maxlen * embed_dim
     return 6 * tokens * (num_transformer_blocks * block + vocab * embed_dim)
+
 class Report:
     """Log lines, rows of metrics.csv and loss.png, for the steps that are logged or validated."""
     def __init__(self, workdir, start, total, tokens, flops, peak, rate, reference):
@@ -446,6 +453,7 @@ class Report:
         axes.legend(['training', 'validation', self.reference[0]])
         with replacing(self.path.with_name('loss.png')) as part:
             figure.savefig(part, dpi=120)
+
 def op_kinds(hlo):
     """{operation: kind} of a compiled program's text, without the loops, which hold the others."""
     parts, kinds = re.split(r'\n(?=%)', hlo), {}
@@ -552,7 +560,7 @@ def save(manager, step, config, val_loss=None, wait=False, **modules):
         if wait:
             manager.wait_until_finished()
     except Exception as error:   # a full disk, say: it comes as what a writer of Orbax's raised
-        sys.exit(f'A save failed; {manager.directory} keeps the whole ones: {error!r:.300}')
+        sys.exit(f'A save failed; {manager.directory} keeps those before it: {error!r:.300}')
 def restore(manager, **modules):
     """(step, configuration) of the newest whole checkpoint, or (0, None); fills the modules."""
     items = {name: ocp.args.StandardRestore(nnx.state(module)) for name, module in modules.items()}
@@ -643,7 +651,7 @@ def check_resume(workdir, step, old, new):
 def evaluate(F, step, model, held_out, tokenizer):
     """Mean loss on the held-out windows, nats a token; prints it with a story."""
     rows = F.batch_size // F.accum_steps
-    # The last batch is filled up from the front. np.asarray: in turn, or simulated devices lock.
+    # The last batch is filled up from the front. np.asarray waits: else CPU devices deadlock.
     batches = np.resize(held_out, (-(-len(held_out) // rows), rows, F.maxlen + 1))
     losses = [np.asarray(eval_step(model, to_devices(batch))) for batch in batches]
     loss = np.concatenate(losses)[:len(held_out)].mean()
@@ -651,6 +659,7 @@ def evaluate(F, step, model, held_out, tokenizer):
     text, = generate_text(model, tokenizer, 1, **values(F, SAMPLING))
     say(f'\n--- step {step}, validation loss {loss:.4f} ---\n{text}\n')
     return loss
+
 def train(F):
     """--mode=train: sets a run up, or goes on where it stopped."""
     mesh, data, workdir = resolve_flags(F)
@@ -723,8 +732,8 @@ def train(F):
         sys.exit(128 + (SIGNALS or [signal.SIGTERM])[0])
 def main(argv, F=flags.FLAGS):
     sys.stdout.reconfigure(errors='replace')   # an ASCII terminal shows what it can
-    logging.set_verbosity(logging.FATAL)       # Orbax logs what it raises as well, and its threads
-    sys.unraisablehook = lambda _: None        # print it
+    logging.set_verbosity(logging.FATAL)       # what Orbax raises is enough: it logs it as well,
+    sys.unraisablehook = lambda _: None        # and its threads print it
     if (F.coordinator, F.num_processes, F.process_id) != (None, None, None):
         try:   # with None, JAX asks the TPU pod or Slurm
             jax.distributed.initialize(None if F.coordinator == 'auto' else F.coordinator,
