@@ -324,6 +324,31 @@ def test_dropout_acts_in_training_alone_and_differs_from_step_to_step():
     assert seen[0] != seen[1]
 
 
+def test_each_micro_batch_has_dropout_of_its_own():
+    """Else the loss of eight that hold the same window would vary from step to step as that of one."""
+    model = tiny_model(dropout=0.5)
+    optimizer, _ = minigpt.create_optimizer(model, 0.0, 0, 999, 0, 1)   # learns nothing
+    spread = []
+    for n in (1, 8):
+        ids_BS, losses = minigpt.to_devices(np.repeat(random_ids((1, 17)), n, axis=0)), []
+        for _ in range(300):
+            model, optimizer, metrics = minigpt.train_step(model, optimizer, ids_BS, jax.random.key(0), n)
+            losses.append(float(metrics['loss']))
+        spread.append(np.std(losses))
+    assert spread[1] / spread[0] == pytest.approx(8 ** -0.5, rel=0.3)
+
+
+@pytest.mark.parametrize('accum_steps', [1, 4])
+def test_the_validation_loss_is_the_mean_over_all_held_out_windows(accum_steps, capsys):
+    tokenizer, held_out = minigpt.load_tokenizer('bytes'), random_ids((11, 17), 257)   # 11 fill no batch of 8 or 2
+    F = parse(*TINY, '--batch_size=8', f'--accum_steps={accum_steps}', '--prompt=a')
+    model = tiny_model(vocab_size=257)
+    z = logits(model, held_out[:, :-1])[..., :257].astype(np.float64)
+    true = [np.log(np.exp(z[b, t]).sum()) - z[b, t, held_out[b, t + 1]] for b in range(11) for t in range(16)]
+    assert float(minigpt.evaluate(F, 3, model, held_out, tokenizer)) == pytest.approx(np.mean(true), rel=1e-6)
+    assert f'step 3, validation loss {np.mean(true):.4f}' in capsys.readouterr().out
+
+
 # ---- Sampling -----------------------------------------------------------------------------------
 
 def counting_model(tokenizer, mesh='1,1', sharpness=8.0, **changes):
