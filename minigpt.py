@@ -41,7 +41,7 @@ flags.DEFINE_integer('num_heads', 8, 'attention heads a block', 1, 2**16)
 flags.DEFINE_integer('feed_forward_dim', 256, 'width inside the MLP', 1, 2**20)
 flags.DEFINE_float('dropout', 0.0, 'share dropped in training; the tutorial: 0.1', 0, 0.9)
 flags.DEFINE_enum('dtype', 'auto', ['auto', 'float32', 'bfloat16'], 'auto: float32 on CPUs')
-flags.DEFINE_string('data', None, 'text, UTF-8; unset: TinyStories-train.txt here, or a grammar')
+flags.DEFINE_string('data', None, 'UTF-8 text, or grammar; unset: TinyStories-train.txt if here')
 flags.DEFINE_string('tokenizer', None, "bytes, words or tiktoken's; unset: gpt2 (grammar: words)")
 flags.DEFINE_integer('batch_size', None, 'windows a step; unset: 144, or 4 for the grammar', 1)
 flags.DEFINE_integer('accum_steps', 0, 'micro-batches a step; 0: by batch, maxlen and mesh', 0)
@@ -82,14 +82,14 @@ def weight(rngs, shape, *axes):
     axes = tuple(axis if axis and n % mesh[axis] == 0 else None for n, axis in zip(shape, axes))
     return nnx.Param(0.02 * jax.random.normal(rngs.params(), shape), out_sharding=axes)
 def project(equation, x, w, *axes):
-    """einsum of x and a weight; axes: how dimensions from the third on of the result are split."""
+    """einsum, with an all-reduce if it sums over `model`. axes: split of dimensions 2, 3..."""
     return jnp.einsum(equation, x, w[...].astype(x.dtype), out_sharding=P('batch', None, *axes))
 def attention(q_BNTH, k_BNSH, v_BNSH, index=0):
     """Causal attention, (B, N, T, H), of queries at positions index... to keys at positions 0..."""
     scores_BNTS = jnp.einsum('bnth,bnsh->bnts', q_BNTH * q_BNTH.shape[-1]**-0.5, k_BNSH, **FLOAT32)
     visible_TS = jnp.arange(k_BNSH.shape[2]) <= index + jnp.arange(q_BNTH.shape[2])[:, None]
     scores_BNTS = jnp.where(visible_TS, scores_BNTS, -jnp.inf)
-    # Divided by the sum at the end: 3/4 of a step's time with jax.nn.dot_product_attention.
+    # Divided by the sum at the end: a step takes 3/4 as long as with jax.nn's attention.
     exp_BNTS = jnp.exp(scores_BNTS - jax.lax.stop_gradient(scores_BNTS.max(-1, keepdims=True)))
     out_BNTH = jnp.einsum('bnts,bnsh->bnth', exp_BNTS.astype(v_BNSH.dtype), v_BNSH, **FLOAT32)
     return (out_BNTH / exp_BNTS.sum(-1, keepdims=True)).astype(v_BNSH.dtype)
@@ -173,7 +173,7 @@ CHOICES = dict(
     friend='bird wolf pony goat pig crab bee owl', deed='sang hid talked danced ran sat ate played')
 ENTROPY = sum(math.log(len(words.split())) for words in CHOICES.values()) / 64   # nats a token
 def grammar_stories():
-    """Yields the 2,112 built-in stories, always the same: 2,048 to train on and 64 held out."""
+    """Yields 2,112 stories of 64 tokens, always the same: 2,048 to train on and 64 held out."""
     rng = random.Random(0)
     for _ in range(2112):
         words = {slot: rng.choice(choices.split()) for slot, choices in CHOICES.items()}
@@ -323,12 +323,12 @@ def token_losses(x_BTD, w_VD, y_BT, vocab_size):
             target_CD = kernel_VD.at[at_C].get(mode='fill', fill_value=0)
             target_C = jnp.einsum('cd,cd->c', x_CD, target_CD, **FLOAT32)
             sum_C, target_C = jax.lax.psum((exp_CV.sum(-1), target_C), 'model')
-            # d loss / d logits = exp / sum - onehot; taken part by part, it needs no (C, V) pass.
+            # d loss / d logits = exp / sum - onehot: two products, so that it is never built.
             exp_CV = exp_CV.astype(x_CD.dtype)
             dx_CD = jax.lax.psum((exp_CV @ kernel_VD) / sum_C[:, None] - target_CD, 'model')
             dw_VD += jnp.matmul(exp_CV.T, (x_CD / sum_C[:, None]).astype(x_CD.dtype), **FLOAT32)
             return dw_VD, (top_C + jnp.log(sum_C) - target_C, dx_CD.astype(x_CD.dtype))
-        # varying: from here on each device adds up a sum of its own; psum joins them at the end
+        # varying, a type of shard_map's: each device adds up its own sum, psum joins them below
         zeros = jax.lax.pcast(jnp.zeros(w_VD.shape), ('batch', 'model'), to='varying')
         chunks = x_BTD.reshape(-1, size, D), at_BT.reshape(-1, size)
         dw_VD, (losses, dx) = jax.lax.scan(chunk, zeros, chunks)
@@ -423,10 +423,10 @@ class Report:
                 self.write(step, metrics, val_loss)
         self.unread = step_under_way
     def speed(self, seconds):
-        mfu = float(self.flops / seconds / self.peak)
+        mfu = float(self.flops / seconds / self.peak)   # above 1 if the peak was timed too low
         return f'{self.tokens / seconds / 1e3:.2f}k tok/s' + f' | {mfu:.0%} MFU' * (0 < mfu <= 1)
     def write(self, step, metrics, val_loss):
-        """A log line and a row of metrics.csv, which is not made anew if it has gone."""
+        """A log line and a row of metrics.csv, not made anew: a workdir that has gone ends it."""
         row, line = dict.fromkeys(COLUMNS, '') | {'step': step}, f'step {step}/{self.total}'
         if metrics:
             seconds, self.logged = np.mean(self.seconds[self.logged:]), len(self.seconds)
@@ -448,8 +448,8 @@ class Report:
         step, loss, *_, val_loss = np.genfromtxt(self.path, delimiter=',', skip_header=1, ndmin=2).T
         figure = matplotlib.figure.Figure(figsize=(8, 5), layout='constrained')   # needs no display
         axes = figure.add_subplot(xlabel='step', ylabel='loss (nats a token)', yscale='log')
-        axes.plot(step, loss, '0.5', step, val_loss, 'ko')
-        axes.axhline(self.reference[1], color='black', linestyle=':')
+        axes.plot(step, loss, '0.5', step, val_loss, 'ko', step, 0 * step + self.reference[1], 'k:')
+        axes.yaxis.set(major_formatter='{x:g}', minor_formatter='{x:g}')
         axes.legend(['training', 'validation', self.reference[0]])
         with replacing(self.path.with_name('loss.png')) as part:
             figure.savefig(part, dpi=120)
@@ -624,7 +624,7 @@ def sample(F):
 def resolve_flags(F):
     """Sets the flags that are unset; returns mesh, the text's path (None: grammar) and workdir."""
     data = pathlib.Path(os.path.expanduser('TinyStories-train.txt' if F.data is None else F.data))
-    require(data.is_file() or F.data is None, f'--data={F.data}: no such file.')
+    require(data.is_file() or F.data in (None, 'grammar'), f'--data={F.data}: no such file.')
     data = data if data.is_file() else None
     tokenizer, maxlen, rows = ('gpt2', 256, 144) if data else ('words', 64, 4)
     F.tokenizer, F.maxlen = F.tokenizer or tokenizer, F.maxlen or maxlen
@@ -651,7 +651,7 @@ def check_resume(workdir, step, old, new):
 def evaluate(F, step, model, held_out, tokenizer):
     """Mean loss on the held-out windows, nats a token; prints it with a story."""
     rows = F.batch_size // F.accum_steps
-    # The last batch is filled up from the front. np.asarray waits: else CPU devices deadlock.
+    # Filled up with the first windows. np.asarray waits: two programs at once could deadlock.
     batches = np.resize(held_out, (-(-len(held_out) // rows), rows, F.maxlen + 1))
     losses = [np.asarray(eval_step(model, to_devices(batch))) for batch in batches]
     loss = np.concatenate(losses)[:len(held_out)].mean()
@@ -702,17 +702,17 @@ def train(F):
         batches = map(to_devices, training_batches(training, F.batch_size, F.seed, start, total))
         next_batch = jax.profiler.annotate_function(functools.partial(next, batches), name='input')
         due = lambda steps: steps and step % steps == 0
-        ends = [start + 5, start + 5 + F.profile_steps] * (0 < F.profile_steps <= total - start - 5)
-        if F.profile_steps and not ends:
+        first, last = (start + 5, start + 5 + F.profile_steps) if F.profile_steps else (None, None)
+        if F.profile_steps and last > total:
             say(f'no profile: {total - start} steps are left, 5 + {F.profile_steps} are needed')
         for step in range(start, total + 1):
             stop = bool(SIGNALS) if alone else manager.reached_preemption(step)
             done, val_loss = stop or step == total, None
-            if done or step in ends or due(F.eval_every) or due(F.checkpoint_every):
+            if done or due(F.eval_every) or due(F.checkpoint_every) or step in (first, last):
                 report.add()   # exits rather than let a state that has gone wrong be saved
-                if step in ends[:1] and jax.process_index() == 0:
+                if step == first and last <= total and jax.process_index() == 0:
                     jax.profiler.start_trace(workdir / 'profile')
-                if step in ends[1:] and jax.process_index() == 0:
+                if step == last and jax.process_index() == 0:
                     profile(workdir / 'profile', next_step, report, F.profile_steps, F.batch_size)
                 if step == total or due(F.eval_every) and not stop:
                     val_loss = evaluate(F, step, model, held_out, tokenizer)

@@ -1269,7 +1269,7 @@ def test_the_commands_of_the_readme_run_in_its_order(tmp_path, monkeypatch, caps
 
 def test_flags_and_names_that_the_readme_gives_exist():
     flags = set(minigpt.flags.FLAGS)
-    named = set(re.findall(r'--(\w+)\b', re.sub(r'^    (?!python minigpt|RUN|\$RUN).*', '', README, flags=re.M)))
+    named = set(re.findall(r'--(\w+)\b', re.sub(r'^    (?!python minigpt|run).*', '', README, flags=re.M)))
     assert len(named) > 20 and named - flags <= {'logdir'}, named - flags
     forks = README[README.index('## Change it'):README.index('## Profile')]
     code = set(re.findall(r'\w+', SCRIPT.read_text()))
