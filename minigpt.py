@@ -496,11 +496,13 @@ def profile(folder, program, report, num_steps, batch_size):
 # ---- Sampler: the prompt takes one pass, then each token one against the KV cache; compiled once -
 @jax.jit(static_argnames='top_k')
 def generate_tokens(model, ids_BT, start, stop, key, temperature, end, top_k):
-    """ids_BT, filled from position `start` on until all rows have an `end` or reach `stop`."""
+    """ids_BT, filled from `start` on until each row has an `end` after its first id, or `stop`."""
     model = gather(model)
     def write_token(carry):
-        index, x_BD, ids_BT, caches, ended_B1 = carry
-        logits_BV = jnp.einsum('bd,vd->bv', x_BD, model.output_layer[...].astype(x_BD.dtype),
+        index, ids_BT, caches = carry
+        last_B1 = jax.lax.dynamic_slice_in_dim(ids_BT, index - 1, 1, axis=1)
+        x_B1D, caches = model(last_B1, caches, index - 1)
+        logits_BV = jnp.einsum('btd,vd->bv', x_B1D, model.output_layer[...].astype(x_B1D.dtype),
                                **FLOAT32, out_sharding=P('batch', 'model'))
         logits_BV = jax.reshard(logits_BV, P())[:, :model.vocab_size]   # no padded ids
         top_BK, ids_BK = jax.lax.top_k(logits_BV, min(top_k or model.vocab_size, model.vocab_size))
@@ -508,14 +510,10 @@ def generate_tokens(model, ids_BT, start, stop, key, temperature, end, top_k):
         noise_BK = jax.random.gumbel(jax.random.fold_in(key, index), top_BK.shape)
         best_B1 = jnp.argmax(top_BK + temperature * noise_BK, axis=1, keepdims=True)
         token_B1 = jax.reshard(jnp.take_along_axis(ids_BK, best_B1, axis=1), P('batch', None))
-        ids_BT = jax.lax.dynamic_update_slice_in_dim(ids_BT, token_B1, index, axis=1)
-        x_B1D, caches = model(token_B1, caches, index)
-        return index + 1, x_B1D[:, 0], ids_BT, caches, ended_B1 | (token_B1 == end)
-    x_BTD, caches = model(ids_BT)
-    x_BD = jax.lax.dynamic_index_in_dim(x_BTD, start - 1, axis=1, keepdims=False)
-    carry = start, x_BD, ids_BT, caches, jnp.zeros((len(ids_BT), 1), bool, out_sharding=P('batch'))
-    goes_on = lambda carry: (carry[0] < stop) & ~carry[-1].all()
-    return jax.reshard(jax.lax.while_loop(goes_on, write_token, carry)[2], P())
+        return index + 1, jax.lax.dynamic_update_slice_in_dim(ids_BT, token_B1, index, 1), caches
+    goes_on = lambda carry: (carry[0] < stop) & ~(carry[1][:, 1:] == end).any(axis=1).all()
+    _, caches = model(ids_BT)   # of the whole row; what stands behind index is written over
+    return jax.reshard(jax.lax.while_loop(goes_on, write_token, (start, ids_BT, caches))[1], P())
 def encode_prompt(tokenizer, prompt, maxlen):
     """End-of-text, as before every story of the stream, and the prompt's ids; exits if too long."""
     ids = [tokenizer.eot_token] + tokenizer.encode_ordinary(prompt)
