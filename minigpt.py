@@ -196,8 +196,8 @@ def file_stories(path):
 stories_of = lambda data: file_stories(data) if data else grammar_stories()
 def common_words(stories):
     """The 4,096 most frequent words of the first 10,000 stories."""
-    text = ''.join(itertools.islice(stories, 10000)).replace(END, '\n')
-    counts = collections.Counter(word for word in re.findall(WORDS, text) if len(word) > 1)
+    lists = (re.findall(WORDS, text.removesuffix(END)) for text in itertools.islice(stories, 10000))
+    counts = collections.Counter(w for w in itertools.chain.from_iterable(lists) if len(w) > 1)
     return [word for word, _ in counts.most_common(4096)]
 def load_tokenizer(name, words=()):
     """tiktoken.Encoding: one of its own by name, or 256 bytes and `words` as tokens."""
