@@ -578,21 +578,21 @@ def test_windows_cover_the_stream_once_and_held_out_ones_never_train():
     windows = [training[i] for i in range(90)] + [held_out[i] for i in range(10)]
     for i, window in enumerate(windows):
         np.testing.assert_array_equal(window, np.arange(10 * i, 10 * i + 11))
-    seen = np.concatenate(list(minigpt.training_batches(training, 9, 0, 0, 30)))
+    seen = np.concatenate(list(minigpt.training_batches(training, 9, 0)[:30]))
     assert seen[:, 1:].max() <= 900 and len(seen) == 270
     np.testing.assert_array_equal(np.unique(seen[:90, 0]), np.arange(0, 900, 10))   # each window once
 
 
 def test_the_order_of_batches_follows_from_seed_and_step_alone():
     training, _ = minigpt.split_windows(np.arange(2001, dtype=np.uint16), 10, 4)
-    batches = lambda seed, start, total: list(minigpt.training_batches(training, 7, seed, start, total))
+    batches = lambda seed, start, total: list(minigpt.training_batches(training, 7, seed)[start:total])
     whole = batches(3, 0, 60)
     np.testing.assert_array_equal(whole[:40], batches(3, 0, 40))       # more epochs, same beginning
     np.testing.assert_array_equal(whole[31:], batches(3, 31, 60))      # from the middle
     assert not np.array_equal(whole, batches(4, 0, 60))
     epochs = np.concatenate(whole)[:, 0]
     assert not np.array_equal(epochs[:180], epochs[180:360])           # shuffled anew each epoch
-    one = list(minigpt.training_batches(training[:1], 1, 0, 2**31 - 4, 2**31 - 1))   # the last steps there can be
+    one = list(minigpt.training_batches(training[:1], 1, 0)[2**31 - 4:2**31 - 1])   # the last steps there can be
     np.testing.assert_array_equal(one, [training[:1]] * 3)
 
 
