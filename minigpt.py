@@ -255,11 +255,10 @@ def training_batches(windows, batch_size, seed):
     """Sequence whose item n is the (B, S) batch of step n: seed and step alone decide it."""
     shuffled = grain.MapDataset.source(windows).seed(seed).shuffle().repeat(2**31)   # > max_steps
     return shuffled.batch(batch_size)   # 3 ms for 144 windows: no threads are needed
-def to_devices(batch_BS):
+def to_devices(ids_BS):
     """The batch split over `batch`; each process hands over only the rows that its devices hold."""
     sharding = NamedSharding(jax.sharding.get_mesh(), P('batch', None))
-    rows_of = lambda rows: batch_BS[rows].astype(np.int32)
-    return jax.make_array_from_callback(batch_BS.shape, sharding, rows_of)
+    return jax.make_array_from_callback(ids_BS.shape, sharding, ids_BS.astype(np.int32).__getitem__)
 
 # ---- Mesh: (batch, model) devices, simulated where a machine has only CPUs ----------------------
 def mesh_shape(text, devices, simulated):
