@@ -19,7 +19,7 @@ Capitals in names are shapes: B batch, T time (tokens), S T+1 or cached tokens, 
 vocabulary, F feed_forward_dim, N heads, H head size, A micro-batches, C chunk of tokens, K top_k.
 It has no mixture of experts, no reinforcement learning and no server.
 """
-import collections, contextlib, datetime, fcntl, functools, glob, hashlib, itertools, math, os
+import collections, contextlib, datetime, fcntl, glob, hashlib, itertools, math, os
 import pathlib, random, re, signal, sys, tempfile, time, timeit
 import grain, jax, matplotlib.figure, optax, tiktoken
 import jax.numpy as jnp, numpy as np, orbax.checkpoint as ocp
@@ -107,7 +107,7 @@ class TransformerBlock(nnx.Module):
         self.dropout = nnx.Dropout(dropout)
     def __call__(self, x_BTD, cache=None, index=0, rngs=None):
         """x_BTD and (keys, values), each (B, N, S, H); with a cache of these x begins at index."""
-        drop = functools.partial(self.dropout, deterministic=rngs is None, rngs=rngs)
+        drop = lambda x: self.dropout(x, deterministic=rngs is None, rngs=rngs)
         qkv = project('btd,dinh->btinh', self.norm1(x_BTD), self.qkv, None, 'model')
         q_BNTH, k_BNSH, v_BNSH = jnp.unstack(qkv.swapaxes(1, 3), axis=2)
         if cache is not None:
@@ -304,8 +304,7 @@ def choose_accum_steps(batch_size, maxlen, mesh):
 CHUNK = 512   # tokens, about; from 128 to 2048 made no difference
 def token_losses(x_BTD, w_VD, y_BT, vocab_size):
     """Softmax cross-entropy of logits x @ w.T: (losses_BT in nats, gradients of their sum dx, dw).
-    Each device of the `model` axis holds some rows of w; pmax and psum put the softmax together
-    (Megatron-LM, arXiv:1909.08053). Gradients that nothing uses cost nothing."""
+    Each device of the `model` axis holds some rows of w, as in Megatron-LM (arXiv:1909.08053)."""
     def local(x_BTD, w_VD, y_BT):
         (rows, D), n = w_VD.shape, y_BT.size
         size = min((c for c in range(1, n + 1) if n % c == 0), key=lambda c: abs(c - CHUNK))
@@ -371,7 +370,7 @@ def train_step(model, optimizer, ids_BS, key, accum_steps):
     return model, optimizer, {'loss': loss, 'grad_norm': optax.tree.norm(jax.tree.leaves(grads))}
 @jax.jit
 def eval_step(model, ids_BS):
-    """Mean loss of each window: (B,) nats a token, dropout off."""
+    """Mean loss of each window: (B,) nats a token, dropout off. Unused gradients cost nothing."""
     model = gather(model)
     x_BTD, _ = model(ids_BS[:, :-1])
     losses_BT, *_ = token_losses(x_BTD, model.output_layer[...], ids_BS[:, 1:], model.vocab_size)
