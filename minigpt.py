@@ -462,11 +462,11 @@ def op_kinds(hlo):
         collective = re.match('all-|reduce-scatter|collective-', code)
         kinds[op] = 'matmul' if matmul else 'collectives' if collective else 'elementwise'
     return kinds
-def profile(folder, program, report, num_steps, batch_size):
+def profile(program, report, num_steps, batch_size):
     """Ends the trace of num_steps train steps and prints what they spent their time on."""
     jax.profiler.stop_trace()
     kinds, seconds = op_kinds(program.as_text()), np.array(report.seconds[-num_steps:])
-    path = max(folder.glob('plugins/profile/*/*.xplane.pb'), key=os.path.getmtime)
+    path = max(report.path.parent.glob('profile/**/*.xplane.pb'), key=os.path.getmtime)
     events, input_ns = [], 0
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
         for event in itertools.chain.from_iterable(line.events for line in plane.lines):
@@ -656,11 +656,11 @@ def evaluate(F, step, model, held_out, tokenizer):
     return loss
 
 def train(F):
-    """--mode=train: sets a run up, or goes on where it stopped."""
+    """--mode=train: sets a run up, or goes on where it stopped; run_loop does the steps."""
     mesh, data, workdir = resolve_flags(F)
-    alone = jax.process_count() == 1   # else JAX hears SIGTERM and stops all at one step
-    for number in (signal.SIGINT, signal.SIGTERM)[:1 + alone]:
-        signal.signal(number, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    if jax.process_count() == 1:   # else JAX hears SIGTERM and stops all at one step
+        signal.signal(signal.SIGTERM, on_signal)
     words = common_words(stories_of(data)) if F.tokenizer == 'words' else []
     tokenizer = load_tokenizer(F.tokenizer, words)
     (workdir / 'checkpoints').mkdir(parents=True, exist_ok=True)
@@ -684,45 +684,48 @@ def train(F):
         say(f'{optax.tree.size(model):,} parameters | {len(training):,} windows, {len(held_out)} '
             f'held out | steps {start} to {total} of {F.batch_size} x {F.maxlen} tokens in '
             f'{F.accum_steps} micro-batches\ncompiling')
-        clock, key = time.perf_counter(), jax.random.key(F.seed)
-        ids_BS = to_devices(np.zeros((F.batch_size, F.maxlen + 1), np.int32))
-        next_step = train_step.lower(model, optimizer, ids_BS, key, F.accum_steps).compile()
-        used = next_step.memory_analysis()
-        say(f'compiled in {time.perf_counter() - clock:.1f} s | MB a device: weights and optimizer '
-            f'{used.argument_size_in_bytes / 1e6:.1f}, step {used.temp_size_in_bytes / 1e6:.0f}')
         floor = ('ln(vocabulary)', math.log(tokenizer.n_vocab)) if data else ('entropy', ENTROPY)
         tokens = F.batch_size * F.maxlen
         flops = step_flops(tokens, tokenizer.n_vocab, **values(F, SIZES))
         report = Report(workdir, start, total, tokens, flops, peak_flops(mesh), rate, floor)
-        batches = training_batches(training, F.batch_size, F.seed)
-        batch_of = jax.profiler.annotate_function(lambda n: to_devices(batches[n]), name='input')
-        due = lambda steps: steps and step % steps == 0
-        first, last = (start + 5, start + 5 + F.profile_steps) if F.profile_steps else (None, None)
-        if F.profile_steps and last > total:
-            say(f'no profile: {total - start} steps are left, 5 + {F.profile_steps} are needed')
-        for step in range(start, total + 1):
-            stop = bool(SIGNALS) if alone else manager.reached_preemption(step)
-            done, val_loss = stop or step == total, None
-            if done or due(F.eval_every) or due(F.checkpoint_every) or step in (first, last):
-                report.add()   # exits rather than let a state that has gone wrong be saved
-                if step == first and last <= total and jax.process_index() == 0:
-                    jax.profiler.start_trace(workdir / 'profile')
-                if step == last and jax.process_index() == 0:
-                    profile(workdir / 'profile', next_step, report, F.profile_steps, F.batch_size)
-                if step == total or due(F.eval_every) and not stop:
-                    val_loss = evaluate(F, step, model, held_out, tokenizer)
-                if step > start and (done or due(F.checkpoint_every)):
-                    save(manager, step, config, val_loss, done, model=model, optimizer=optimizer)
-                if done:
-                    break
-                report.clock = time.perf_counter()   # a pause is no part of a step
-            with jax.profiler.StepTraceAnnotation('train', step_num=step):
-                model, optimizer, metrics = next_step(model, optimizer, batch_of(step), key)
-            report.add(step, metrics, val_loss, due(F.log_every) or val_loss is not None)
-        if step == total:
-            report.write(step, {}, val_loss)
-    say(f'step {step}: nothing to save' if step == 0 else f'step {step}: saved in {workdir}'
-        + '; the same command goes on from there' * (step < total))
+        run_loop(F, start, manager, config, report, model, optimizer, tokenizer, training, held_out)
+def run_loop(F, start, manager, config, report, model, optimizer, tokenizer, training, held_out):
+    """Steps from start to the last, or to a signal; what is due is done between two of them."""
+    clock, key, total = time.perf_counter(), jax.random.key(F.seed), F.max_steps
+    ids_BS = to_devices(np.zeros((F.batch_size, F.maxlen + 1), np.int32))
+    next_step = train_step.lower(model, optimizer, ids_BS, key, F.accum_steps).compile()
+    used = next_step.memory_analysis()
+    say(f'compiled in {time.perf_counter() - clock:.1f} s | MB a device: weights and optimizer '
+        f'{used.argument_size_in_bytes / 1e6:.1f}, step {used.temp_size_in_bytes / 1e6:.0f}')
+    batches = training_batches(training, F.batch_size, F.seed)
+    batch_of = jax.profiler.annotate_function(lambda n: to_devices(batches[n]), name='input')
+    due = lambda steps: steps and step % steps == 0
+    first, last = (start + 5, start + 5 + F.profile_steps) if F.profile_steps else (None, None)
+    if F.profile_steps and last > total:
+        say(f'no profile: {total - start} steps are left, 5 + {F.profile_steps} are needed')
+    for step in range(start, total + 1):
+        stop = manager.reached_preemption(step) if jax.process_count() > 1 else bool(SIGNALS)
+        done, val_loss = stop or step == total, None
+        if done or due(F.eval_every) or due(F.checkpoint_every) or step in (start, first, last):
+            report.add()   # exits rather than let a state that has gone wrong be saved
+            if step == first and last <= total and jax.process_index() == 0:
+                jax.profiler.start_trace(report.path.with_name('profile'))
+            if step == last and jax.process_index() == 0:
+                profile(next_step, report, F.profile_steps, F.batch_size)
+            if step == total or due(F.eval_every) and not stop:
+                val_loss = evaluate(F, step, model, held_out, tokenizer)
+            if step > start and (done or due(F.checkpoint_every)):
+                save(manager, step, config, val_loss, done, model=model, optimizer=optimizer)
+            if done:
+                break
+            report.clock = time.perf_counter()   # a pause is no part of a step
+        with jax.profiler.StepTraceAnnotation('train', step_num=step):
+            model, optimizer, metrics = next_step(model, optimizer, batch_of(step), key)
+        report.add(step, metrics, val_loss, due(F.log_every) or val_loss is not None)
+    if step == total:
+        report.write(step, {}, val_loss)
+    say(f'step {step}: nothing to save' if step == 0 else f'step {step}: saved in '
+        f'{report.path.parent}' + '; the same command goes on from there' * (step < total))
     if stop:   # by a signal, here or in another process
         sys.exit(128 + (SIGNALS or [signal.SIGTERM])[0])
 def main(argv, F=flags.FLAGS):
