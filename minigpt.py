@@ -518,16 +518,15 @@ def encode_prompt(tokenizer, prompt, maxlen):
     return ids
 def generate_text(model, tokenizer, num_samples, prompt, max_new_tokens, top_k, temperature, seed):
     """Yields texts up to an id that is no text, or the limit, less half a character at the cut."""
-    maxlen, end = model.embedding_layer.maxlen, tokenizer.eot_token
+    maxlen, end, key = model.embedding_layer.maxlen, tokenizer.eot_token, jax.random.key(seed)
     prompt_ids = encode_prompt(tokenizer, prompt, maxlen)
     start, batch = len(prompt_ids), jax.sharding.get_mesh().shape['batch']
     ids_BT = np.zeros((-(-num_samples // batch) * batch, maxlen), np.int32)
     ids_BT[:, :start] = prompt_ids
     stop = min(maxlen, start + (max_new_tokens or maxlen))
-    ids_BT = np.asarray(generate_tokens(model, to_devices(ids_BT), start, stop,
-                                        jax.random.key(seed), temperature, end, top_k))
+    ids_BT = generate_tokens(model, to_devices(ids_BT), start, stop, key, temperature, end, top_k)
     is_text = set(map(tokenizer.encode_single_token, tokenizer.token_byte_values())).__contains__
-    for ids in ids_BT[:num_samples, 1:stop].tolist():
+    for ids in np.asarray(ids_BT)[:num_samples, 1:stop].tolist():
         yield tokenizer.decode(list(itertools.takewhile(is_text, ids))).rstrip('\ufffd')
 
 # ---- Checkpoint: model, optimizer, configuration; data order and keys follow from seed and step --
