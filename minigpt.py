@@ -43,7 +43,7 @@ flags.DEFINE_float('dropout', 0.0, 'share dropped in training; the tutorial: 0.1
 flags.DEFINE_enum('dtype', 'auto', ['auto', 'float32', 'bfloat16'], 'auto: float32 on CPUs')
 flags.DEFINE_string('data', None, 'UTF-8 text, or grammar; unset: TinyStories-train.txt if here')
 flags.DEFINE_string('tokenizer', None, "bytes, words or tiktoken's; unset: gpt2 (grammar: words)")
-flags.DEFINE_integer('batch_size', None, 'windows a step; unset: 144, or 4 for the grammar', 1)
+flags.DEFINE_integer('batch_size', None, 'windows a step; unset: 144, grammar: 4', 1, 2**20)
 flags.DEFINE_integer('accum_steps', 0, 'micro-batches a step; 0: by batch, maxlen and mesh', 0)
 flags.DEFINE_integer('num_epochs', 1, 'times each window is seen', 1, 10**4)
 flags.DEFINE_integer('max_steps', 0, 'steps in all; 0: what num_epochs gives', 0, 2**31 - 1)
@@ -619,7 +619,7 @@ def resolve_flags(F):
     """Sets the flags that are unset; returns mesh, the text's path (None: grammar) and workdir."""
     data = pathlib.Path(os.path.expanduser('TinyStories-train.txt' if F.data is None else F.data))
     require(data.is_file() or F.data in (None, 'grammar'), f'--data={F.data}: no such file.')
-    data = data if data.is_file() else None
+    data = data if F.data != 'grammar' and data.is_file() else None
     tokenizer, maxlen, rows = ('gpt2', 256, 144) if data else ('words', 64, 4)
     F.tokenizer, F.maxlen = F.tokenizer or tokenizer, F.maxlen or maxlen
     mesh = create_mesh(F.mesh, F.num_processes or 1)
@@ -674,12 +674,12 @@ def train(F):
             manager.delete(step)
         start, saved = restore(manager)   # settings alone: they decide what may be built
         check_resume(workdir, start, (saved or config)['settings'], config['settings'])
-        if start >= total:
-            return say(f'{workdir} is finished at step {start}: raise --max_steps, or --overwrite.')
         model = create_model(F.seed, tokenizer.n_vocab, F.dtype, **values(F, SIZES))
         optimizer, rate = create_optimizer(
             model, F.learning_rate, F.warmup_steps, total, F.weight_decay, F.clip_norm)
         start, _ = restore(manager, model=model, optimizer=optimizer)
+        if start >= total:
+            return say(f'{workdir} is finished at step {start}: raise --max_steps, or --overwrite.')
         say(f'{optax.tree.size(model):,} parameters | {len(training):,} windows, {len(held_out)} '
             f'held out | steps {start} to {total} of {F.batch_size} x {F.maxlen} tokens in '
             f'{F.accum_steps} micro-batches\ncompiling')
@@ -688,6 +688,7 @@ def train(F):
         flops = step_flops(tokens, tokenizer.n_vocab, **values(F, SIZES))
         report = Report(workdir, start, total, tokens, flops, peak_flops(mesh), rate, floor)
         run_loop(F, start, manager, config, report, model, optimizer, tokenizer, training, held_out)
+
 def run_loop(F, start, manager, config, report, model, optimizer, tokenizer, training, held_out):
     """Steps from start to the last, or to a signal; what is due is done between two of them."""
     clock, key, total = time.perf_counter(), jax.random.key(F.seed), F.max_steps
@@ -736,11 +737,13 @@ def main(argv, F=flags.FLAGS):
             jax.distributed.initialize(None if F.coordinator == 'auto' else F.coordinator,
                                        F.num_processes, F.process_id, shutdown_timeout_seconds=30)
         except Exception as error:
-            sys.exit(f'--coordinator={F.coordinator}: {error!r:.200}')
+            sys.exit(f'--coordinator={F.coordinator} (HOST:PORT, or auto): {error!r:.200}')
     try:
         (sample if F.mode == 'sample' else train)(F)
     except KeyboardInterrupt:
         sys.exit(130)
+    except jax.errors.JaxRuntimeError as error:   # too little memory, say
+        sys.exit(f'{str(error).splitlines()[0]:.300}')
     except OSError as error:
         sys.exit(f'{error.filename or "writing the run"}: {error.strerror or error}')
 if __name__ == '__main__':

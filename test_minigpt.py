@@ -725,6 +725,7 @@ def test_meshes_that_do_not_fit_are_refused_in_one_line(text, devices, message):
     (['--data=' + os.path.dirname(__file__)], r'no such file'),
     (['--num_heads=5'], r'--embed_dim=32 is not divisible by --num_heads=5: use 35'),
     (['--maxlen=1'], r'maxlen=1'),
+    (['--batch_size=99999999999999999999'], r'batch_size=99999999999999999999: .* range'),
     (['--workdir=runs/a[1]'], r'runs/a\[1\]: Orbax cannot'),
     (['--batch_size=100000'], r'windows of 16 to train on, fewer than --batch_size=100000'),
     (['--prompt=Once upon a time there', '--tokenizer=bytes'], r'--prompt has 22 tokens, maxlen room for 14'),
@@ -1131,10 +1132,11 @@ def truncate(folder):
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(damage, text, never_stopped, tmp_path, capsys):
     whole, run = never_stopped['4,2'], tmp_path / 'run'
     shutil.copytree(whole, run)
-    shutil.rmtree(run / 'checkpoints' / '20')
     damage(run / 'checkpoints' / '18')
+    damage(run / 'checkpoints' / '20')   # the last: the run is not finished then
     state_of(run, step=15)
-    assert f'{run}/checkpoints/18 is damaged' in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert f'{run}/checkpoints/20 is damaged' in err and f'{run}/checkpoints/18 is damaged' in err
     train(run, *LONG, f'--data={text}', '--mesh=4,2')
     assert_same_run(run, whole)
     shutil.rmtree(run / 'checkpoints' / '20')
