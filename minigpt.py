@@ -618,8 +618,8 @@ def sample(F):
 def resolve_flags(F):
     """Sets the flags that are unset; returns mesh, the text's path (None: grammar) and workdir."""
     data = pathlib.Path(os.path.expanduser('TinyStories-train.txt' if F.data is None else F.data))
-    require(data.is_file() or F.data in (None, 'grammar'), f'--data={F.data}: no such file.')
     data = data if F.data != 'grammar' and data.is_file() else None
+    require(data or F.data in (None, 'grammar'), f'--data={F.data}: no such file.')
     tokenizer, maxlen, rows = ('gpt2', 256, 144) if data else ('words', 64, 4)
     F.tokenizer, F.maxlen = F.tokenizer or tokenizer, F.maxlen or maxlen
     mesh = create_mesh(F.mesh, F.num_processes or 1)

@@ -71,6 +71,13 @@ def logits(model, ids_BT):
     return np.asarray(x_BTD) @ np.asarray(model.output_layer[...])[:VOCAB].T
 
 
+def numpy_losses(model, ids_BS, vocab_size=VOCAB):
+    """Cross-entropy of each next token, by whole logits in float64: (B, T) nats."""
+    z = logits(model, ids_BS[:, :-1])[..., :vocab_size].astype(np.float64)
+    B, T, _ = z.shape
+    return [[np.log(np.exp(z[b, t]).sum()) - z[b, t, ids_BS[b, t + 1]] for t in range(T)] for b in range(B)]
+
+
 def run_steps(mesh, steps=4, batch_size=8, accum_steps=1, dropout=0.0, **changes):
     """[(loss, grad_norm), ...] and the trained model of a few steps on random windows."""
     model = tiny_model(mesh, dropout=dropout, **changes)
@@ -235,8 +242,7 @@ def test_fused_loss_and_gradients_are_those_of_optax_on_whole_logits(mesh):
 def test_loss_is_the_numpy_cross_entropy_of_each_next_token():
     model = tiny_model()
     ids_BS = random_ids((2, 17))
-    z = logits(model, ids_BS[:, :-1]).astype(np.float64)
-    true = [[np.log(np.exp(z[b, t]).sum()) - z[b, t, ids_BS[b, t + 1]] for t in range(16)] for b in range(2)]
+    true = numpy_losses(model, ids_BS)
     loss = jax.jit(minigpt.loss_fn)(minigpt.gather(model), minigpt.to_devices(ids_BS))
     np.testing.assert_allclose(loss, np.mean(true), rtol=1e-6)
     found_B = minigpt.eval_step(model, minigpt.to_devices(ids_BS))
@@ -343,8 +349,7 @@ def test_the_validation_loss_is_the_mean_over_all_held_out_windows(accum_steps, 
     tokenizer, held_out = minigpt.load_tokenizer('bytes'), random_ids((11, 17), 257)   # 11 fill no batch of 8 or 2
     F = parse(*TINY, '--batch_size=8', f'--accum_steps={accum_steps}', '--prompt=a')
     model = tiny_model(vocab_size=257)
-    z = logits(model, held_out[:, :-1])[..., :257].astype(np.float64)
-    true = [np.log(np.exp(z[b, t]).sum()) - z[b, t, held_out[b, t + 1]] for b in range(11) for t in range(16)]
+    true = numpy_losses(model, held_out, 257)
     assert float(minigpt.evaluate(F, 3, model, held_out, tokenizer)) == pytest.approx(np.mean(true), rel=1e-6)
     assert f'step 3, validation loss {np.mean(true):.4f}' in capsys.readouterr().out
 
