@@ -4,8 +4,7 @@
     python minigpt.py --mesh=4,2 --batch_size=144       # TinyStories-train.txt, on 8 devices
     python minigpt.py --mode=sample --prompt='One day'  # writes with the newest run
 
-The devices form a mesh with two axes: `batch` splits the rows of a batch (data parallel) and
-`model` splits attention heads, MLP and vocabulary (tensor parallel). --mesh alone chooses.
+The sections of this file:
     Flags        ModelConfig, and each flag with its default
     Model        primer on the mesh; TransformerBlock, TokenAndPositionEmbedding, MiniGPT
     Data         text -> file of token ids -> windows -> shuffled batches (Grain)
@@ -16,10 +15,9 @@ The devices form a mesh with two axes: `batch` splits the rows of a batch (data 
     Checkpoint   saved in the background, restored onto any mesh (Orbax)
     Main         set-up, the training loop, --mode=sample
 The end of an array's name gives its shape, a letter a dimension: ids_BT is (batch, tokens).
-    B rows of a batch      D embed_dim              V vocabulary, padded
-    T tokens of a row      F feed_forward_dim       C tokens of a chunk
-    S tokens in the cache  N attention heads        K top_k
-    W a window: T + 1      H size of a head         A micro-batches
+    B rows of a batch      D embed_dim          V vocabulary, padded   C tokens of a chunk
+    T tokens of a row      N attention heads    F feed_forward_dim     A micro-batches
+    S tokens in the cache  H size of a head     W a window, T + 1      K top_k
 """
 
 import collections
@@ -51,9 +49,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, get_mesh
 from jax.sharding import PartitionSpec as P
 
+
 # ---- Flags: only the functions of the section Main read them -------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The sizes of a model. A field added here, with its flag, reaches model and checkpoint."""
@@ -85,10 +82,8 @@ def require(condition, problem):
 
 flags.DEFINE_enum('mode', 'train', ['train', 'sample'], 'train or resume a run, or write with it')
 flags.DEFINE_string('workdir', None, 'folder of the run; unset: runs/NAME, or to sample the newest')
-flags.DEFINE_bool('overwrite', False, 'delete the run in the workdir and start anew')
 flags.DEFINE_integer('keep', 3, 'newest checkpoints that are kept', 1)
 flags.DEFINE_string('mesh', '-1,1', 'devices as batch,model, such as 4,2; -1: all that there are')
-# The model: see ModelConfig.
 flags.DEFINE_integer('num_transformer_blocks', ModelConfig.num_transformer_blocks, 'blocks', 1)
 flags.DEFINE_integer('maxlen', ModelConfig.maxlen, 'tokens of context; the grammar: 64', 2)
 flags.DEFINE_integer('embed_dim', ModelConfig.embed_dim, 'width of embeddings and blocks', 1)
@@ -101,7 +96,6 @@ flags.DEFINE_string('data', 'TinyStories-train.txt', 'UTF-8 text; if it is not t
 flags.DEFINE_string('tokenizer', 'gpt2', "bytes, words or one of tiktoken's; the grammar: words")
 flags.DEFINE_integer('batch_size', 144, 'windows a step; the grammar: 4', 1)
 flags.DEFINE_integer('accum_steps', None, 'micro-batches a step; unset: by batch and mesh', 1)
-# The training.
 flags.DEFINE_integer('num_epochs', None, 'times each window is seen; unset: 1', 1)
 flags.DEFINE_integer('max_steps', None, 'steps in all; unset: by num_epochs', 1, 2**31 - 1)
 flags.DEFINE_float('learning_rate', 1e-3, 'peak, after warm-up and before the cosine', 0)
@@ -119,7 +113,6 @@ flags.DEFINE_integer('num_samples', 1, 'texts to write', 1)
 flags.DEFINE_integer('max_new_tokens', 0, 'tokens to write; 0: to end-of-text or maxlen in all', 0)
 flags.DEFINE_integer('top_k', 10, 'draw from the k likeliest tokens; 0: from all', 0)
 flags.DEFINE_float('temperature', 1.0, '0: always the likeliest token', 0)
-# Several processes.
 flags.DEFINE_string('coordinator', None, 'HOST:PORT of the first of several processes, or auto')
 flags.DEFINE_integer('num_processes', None, 'processes in all, each with its part of the mesh', 1)
 flags.DEFINE_integer('process_id', None, 'number of this process, from 0', 0)
@@ -147,7 +140,8 @@ def weight(rngs: nnx.Rngs, shape, *axes):
         if axis and shape[i] % mesh.shape[axis] != 0:
             spec[i] = None  # it cannot be cut evenly
     # With out_sharding each device draws its own piece: the whole is never in one memory.
-    return nnx.Param(0.02 * jax.random.normal(rngs.params(), shape, out_sharding=P(*spec)))
+    normal = jax.random.normal(rngs.params(), shape, out_sharding=P(*spec))
+    return nnx.Param(0.02 * normal)
 
 
 def project(equation, x, w: nnx.Param, out_sharding):
@@ -189,10 +183,7 @@ class TransformerBlock(nnx.Module):
 
     def __call__(self, x_BTD, cache=None, position=0, rngs=None):
         """(x_BTD, (keys, values)), each (B, N, S, H). x stands at `position`, behind the cache."""
-
-        def drop(x):
-            return self.dropout(x, deterministic=rngs is None, rngs=rngs)
-
+        drop = functools.partial(self.dropout, deterministic=rngs is None, rngs=rngs)
         heads = P('batch', None, None, 'model', None)
         qkv_BTINH = project('btd,dinh->btinh', self.norm1(x_BTD), self.qkv, heads)  # I: q, k or v
         q_BNTH, k_BNSH, v_BNSH = jnp.unstack(qkv_BTINH.swapaxes(1, 3), axis=2)
@@ -268,10 +259,8 @@ def gather(model: MiniGPT):
 
 
 # ---- Data: one stream of token ids in a memory-mapped file, cut into windows; nothing is padded --
-
 END = '<|endoftext|>'
 WORDS = r' ?[^\W\d_]+| ?[^\s\w]|\s|\d|_'  # a word with the space before it, or one character
-BLOCK = 2**16  # characters read at a time
 
 # The built-in grammar: stories of 64 tokens, in which each of ten words is one of eight.
 STORY = (
@@ -318,28 +307,20 @@ def write_grammar(path: Path):
 
 
 def file_stories(path: Path):
-    """Yields the stories of a text, END after each. One longer than BLOCK comes in pieces."""
-    text, is_cut = '', False  # is_cut: text goes on with a story of which a piece has been yielded
+    """Yields the stories of a UTF-8 text, which END separates. A story is in memory as a whole."""
+    text = ''
     with open(path, encoding='utf-8-sig') as file:  # any line ending, with or without a BOM
-        blocks = iter(lambda: file.read(BLOCK), '')
-        for block in itertools.chain(blocks, [END]):
+        blocks = iter(lambda: file.read(2**24), '')
+        for block in itertools.chain(blocks, [END]):  # END: so that the last story ends too
             *stories, text = (text + block).split(END)
-            for story in stories:
-                if is_cut or story.strip():
-                    yield (story if is_cut else story.strip()) + END
-                is_cut = False
-            if len(text) > BLOCK:
-                cut = len(text) - len(END)  # the last characters may be the start of an END
-                yield text[:cut]
-                text, is_cut = text[cut:], True
+            yield from filter(None, map(str.strip, stories))
 
 
 def common_words(stories):
     """The 4,096 most frequent words of the first 10,000 stories."""
     counts = collections.Counter()
     for story in itertools.islice(stories, 10000):
-        words = re.findall(WORDS, story.removesuffix(END))
-        counts.update(word for word in words if len(word) > 1)
+        counts.update(word for word in re.findall(WORDS, story) if len(word) > 1)
     return [word for word, _ in counts.most_common(4096)]
 
 
@@ -350,41 +331,42 @@ def load_tokenizer(name, words=()):
         ranks = {token: i for i, token in enumerate(tokens)}
         special = {END: len(tokens)}
         return tiktoken.Encoding(name, pat_str=WORDS, mergeable_ranks=ranks, special_tokens=special)
-    known = ['bytes', 'words', *tiktoken.list_encoding_names()]
-    require(name in known, f'--tokenizer={name} is not one of {", ".join(known)}.')
     try:
         return tiktoken.get_encoding(name)
-    except OSError as error:
-        fix = 'or TIKTOKEN_CACHE_DIR; --tokenizer=words needs neither'
-        raise UserError(f'--tokenizer={name} needs a network, {fix}: {error!r:.200}') from error
+    except (ValueError, OSError) as error:  # no such name, or no network to fetch it from
+        problem = f'--tokenizer={name}: {error!r:.200}'
+        raise UserError(
+            f'{problem}. Without a network: words, bytes, TIKTOKEN_CACHE_DIR'
+        ) from error
 
 
-def load_tokens(text: Path, digest, tokenizer, workdir: Path):
-    """The ids of a text, END first, as a memory-mapped array: from a file that is made once."""
-    # Named after the text's content and the tokenizer: delete it when you have changed the reader.
+def load_tokens(text: Path, tokenizer, workdir: Path):
+    """(the ids of a text, memory-mapped: end, story, end, story, end; the digest of the text)."""
+    # The file of ids is named after the text's content: delete it when you have changed the reader.
+    with open(text, 'rb') as file:
+        digest = hashlib.file_digest(file, 'sha256').hexdigest()[:16]
     folder = text.parent if os.access(text.parent, os.W_OK) else workdir
     path = folder / f'{text.stem}.{tokenizer.name}.{digest}.tokens'
     dtype = np.uint16 if tokenizer.n_vocab <= 2**16 else np.uint32
+    end = tokenizer.eot_token
     if jax.process_index() == 0 and not path.exists():
-        stories, batch = file_stories(text), [END]
-        special = {'allowed_special': {END}, 'disallowed_special': ()}  # others are plain text
+        stories = file_stories(text)
         with replacing(path) as part, open(part, 'wb') as file:
-            while batch:
-                for ids in tokenizer.encode_batch(batch, **special):
-                    file.write(np.array(ids, dtype))
-                batch = list(itertools.islice(stories, 512))
+            file.write(np.array([end], dtype))
+            while batch := list(itertools.islice(stories, 512)):
+                for ids in tokenizer.encode_ordinary_batch(batch):
+                    file.write(np.array([*ids, end], dtype))
     while not path.exists():  # the other processes wait for process 0
         time.sleep(1)
-    return np.memmap(path, dtype, 'r')
+    return np.memmap(path, dtype, 'r'), digest
 
 
 def split_windows(ids, maxlen, batch_size):
     """(training, held-out) windows of ids, (n, W) views. Held out is the last tenth, at most 64."""
     n = (ids.size - 1) // maxlen
     training = n - min(64, math.ceil(n / 10))
-    problem = f'{ids.size} tokens give {training} windows of {maxlen} to train on'
-    fix = f'fewer than --batch_size={batch_size}: lower it or --maxlen, or add text'
-    require(training >= batch_size, f'{problem}, {fix}.')
+    problem = f'{training} windows of {maxlen} tokens are fewer than --batch_size={batch_size}'
+    require(training >= batch_size, f'{problem}: lower it or --maxlen, or add text.')
     windows = np.lib.stride_tricks.sliding_window_view(ids, maxlen + 1)[::maxlen]  # 1 shared token
     return windows[:training], windows[training:]
 
@@ -403,42 +385,30 @@ def to_devices(ids_BW):
 
 
 # ---- Mesh: (batch, model) devices, simulated where a machine has only CPUs -----------------------
-
-
-def mesh_shape(text, devices, may_be_fewer=False):
-    """(batch, model) of --mesh on so many devices, all of which it uses unless may_be_fewer."""
+def create_mesh(text='-1,1', num_processes=1):
+    """Makes the mesh that --mesh describes and sets it as the current one, which the rest uses."""
     is_valid = re.fullmatch(r'(-1|[1-9]\d*),(-1|[1-9]\d*)', text) and text != '-1,-1'
     require(is_valid, f'--mesh={text} is not batch,model, such as 4,2, or -1,2 for all devices.')
     batch, model = map(int, text.split(','))
-    needed = abs(batch * model)  # a -1 counts as 1
-    batch = max(1, devices // model) if batch == -1 else batch
-    model = max(1, devices // batch) if model == -1 else model
-    fits = batch * model == devices or (batch * model < devices and may_be_fewer)
-    problem = f'--mesh={text} needs {needed} devices, this machine has {devices}'
-    possible = math.gcd(model, devices)
-    require(fits, f'{problem}: use {devices // possible},{possible} or -1,{possible}.')
-    return batch, model
-
-
-def create_mesh(text='-1,1', num_processes=1):
-    """Makes the mesh of --mesh and sets it as the current one, which the other functions use."""
-    wanted = math.prod(int(n) for n in re.findall(r'\d+', text)) // num_processes
-    with contextlib.suppress(RuntimeError):  # JAX has been used: its devices stay as they are
-        simulated = max(1, min(wanted, 256), jax.config.jax_num_cpu_devices)
-        jax.config.update('jax_num_cpu_devices', simulated)
+    simulated = min(abs(batch * model) // num_processes, 256)  # a -1 counts as 1
+    if simulated > max(1, jax.config.jax_num_cpu_devices):
+        with contextlib.suppress(RuntimeError):  # JAX has been used: its devices stay as they are
+            jax.config.update('jax_num_cpu_devices', simulated)
+    devices = jax.device_count()
+    batch = devices // model if batch == -1 else batch
+    model = devices // batch if model == -1 else model
     may_be_fewer = jax.devices()[0].platform == 'cpu' and num_processes == 1
-    shape = mesh_shape(text, jax.device_count(), may_be_fewer)
-    explicit = (AxisType.Explicit,) * 2  # shardings are part of types
-    mesh = jax.make_mesh(shape, ('batch', 'model'), axis_types=explicit)
-    jax.set_mesh(mesh)
+    fits = batch * model == devices or (may_be_fewer and 0 < batch * model < devices)
+    require(fits, f'--mesh={text} does not fit {devices} devices: use --mesh=-1,1 for all of them.')
+    mesh = jax.make_mesh((batch, model), ('batch', 'model'), axis_types=(AxisType.Explicit,) * 2)
+    jax.set_mesh(mesh)  # Explicit: shardings are part of types, see the primer
     return mesh
 
 
 def check_sizes(config: ModelConfig, mesh: Mesh, batch_size, accum_steps=1):
     """Raises unless every size divides by what splits it."""
     batch, model = mesh.devices.shape
-    # A power of 2, so that it divides the padded vocabulary.
-    require(128 % model == 0, f'--mesh={batch},{model}: model must be a power of 2, at most 128.')
+    require(128 % model == 0, f'--mesh={batch},{model}: model must divide 128: use 1, 2, 4 or 8.')
     for name, size, by, parts in [
         ('--batch_size', batch_size, 'batch axis (x accum_steps)', batch * accum_steps),
         ('--embed_dim', config.embed_dim, '--num_heads', config.num_heads),
@@ -464,7 +434,6 @@ def choose_accum_steps(mesh: Mesh, batch_size, maxlen):
 
 
 # ---- Train step: the loss never holds all logits (B, T, V), and finds its gradients on the way ---
-
 CHUNK = 512  # tokens whose logits exist at a time; from 128 to 2048 made no difference on CPUs
 
 
@@ -477,7 +446,6 @@ def token_losses(x_BTD, w_VD, y_BT, vocab_size):
         dlogits = softmax(logits) - onehot(y)   known with the loss, and so are
         dx, dw  = dlogits @ w, outer(dlogits, x)
     """
-
     # Inside shard_map the code is that of one device: it sees only its pieces.
     local = functools.partial(local_token_losses, vocab_size=vocab_size)
     x, w, y = ROWS, P('model', None), P('batch', None)
@@ -543,18 +511,14 @@ def loss_fn(model, ids_BW, dropout_key=None):
 def learning_rate_schedule(peak, warmup_steps, steps):
     """The rate as a function of the step: it rises to the peak, then falls to a tenth of it."""
     warmup = min(warmup_steps, steps - 1)
-    first, last = peak / (warmup + 1), peak / 10
-    return optax.warmup_cosine_decay_schedule(first, peak, warmup, steps, last)
+    return optax.warmup_cosine_decay_schedule(peak / (warmup + 1), peak, warmup, steps, peak / 10)
 
 
 def create_optimizer(model, learning_rate, weight_decay=0.1, clip_norm=1.0):
     """AdamW after clipping by the global norm. learning_rate is a number or a schedule."""
-
-    def is_matrix(params):
-        return jax.tree.map(lambda a: a.ndim > 1, params)
-
-    # optax treats each number by itself, so its state is cut as the parameters are. One that
-    # multiplies matrices, such as Muon, has to run inside jax.sharding.auto_axes.
+    is_matrix = functools.partial(jax.tree.map, lambda a: a.ndim > 1)
+    # optax treats each number by itself, so its state is cut as the parameters are. An optimizer
+    # that multiplies matrices, such as Muon, has to run inside jax.sharding.auto_axes.
     adamw = optax.adamw(learning_rate, b2=0.95, weight_decay=weight_decay, mask=is_matrix)
     clipped_adamw = optax.chain(optax.clip_by_global_norm(clip_norm), adamw)
     return jax.jit(lambda model: nnx.Optimizer(model, clipped_adamw, wrt=nnx.Param))(model)
@@ -597,10 +561,16 @@ def eval_step(model, ids_BW):
 
 
 # ---- Reports: log lines, metrics.csv, loss.png and the profile -----------------------------------
-
 COLUMNS = ('step', 'loss', 'grad_norm', 'learning_rate', 'tokens_per_s', 'val_loss')
-# Part of a device's name: its bfloat16 TFLOP/s, as the makers give them.
-PEAKS = {'H100': 989, 'H200': 989, 'TPU v2': 22.5, 'TPU v4': 275, 'TPU v5 lite': 197, 'TPU v5': 459}
+# bfloat16 TFLOP/s of a device, as its maker gives them: what MFU is a share of.
+PEAKS = {
+    'NVIDIA H100 80GB HBM3': 989,
+    'NVIDIA H200': 989,
+    'TPU v4': 275,
+    'TPU v5 lite': 197,
+    'TPU v5': 459,
+    'TPU v6 lite': 918,
+}
 
 
 def say(text, file=None):
@@ -610,38 +580,20 @@ def say(text, file=None):
             print(text, file=file, flush=True)
 
 
-def step_flops(config: ModelConfig, tokens):
-    """FLOPs of a step's matmuls, masked scores included. The backward pass is twice the forward."""
-    D, F = config.embed_dim, config.feed_forward_dim
-    block = 4 * D**2 + 2 * D * F + 2 * config.maxlen * D  # multiply-adds a token
-    return 6 * tokens * (config.num_transformer_blocks * block + config.vocab_size * D)
-
-
-def peak_flops(mesh: Mesh):
-    """FLOP/s of all devices: by PEAKS, else those of a float32 matmul just now."""
-    kind = mesh.devices.flat[0].device_kind
-    for name, teraflops in PEAKS.items():
-        if name in kind:
-            return 1e12 * teraflops * mesh.size
-    n = math.ceil(2048 / mesh.size) * mesh.size
-    a, b = jnp.ones((n, n), out_sharding=P(('batch', 'model'), None)), jnp.ones((n, n))
-    return 2 * n**3 / min(timeit.repeat(lambda: jax.block_until_ready(a @ b), number=1))
-
-
 class Log:
     """Lines on stdout, rows of metrics.csv, and loss.png. Step n is the state after n updates."""
 
-    def __init__(self, workdir: Path, start, total, tokens, entropy):
-        self.workdir, self.start, self.total = workdir, start, total
+    def __init__(self, workdir: Path, start, total, tokens, entropy=None):
+        self.workdir, self.total = workdir, total
         self.tokens = tokens  # of a step
-        self.entropy = entropy  # the lowest loss that there can be, or None
+        self.entropy = entropy  # the lowest loss that there can be, where it is known
         self.path = workdir / 'metrics.csv'
+        self.restart_clock(start)
         if jax.process_index() == 0:
-            rows = self.path.read_text().splitlines()[1:] if self.path.exists() else []
-            rows = [row for row in rows if int(row.split(',')[0]) <= start]  # a resume cuts back
+            lines = self.path.read_text().splitlines() if start and self.path.exists() else []
+            rows = [line for line in lines[1:] if int(line.split(',')[0]) <= start]
             with replacing(self.path) as part:
                 part.write_text('\n'.join([','.join(COLUMNS), *rows, '']))
-        self.restart_clock(start)
 
     def restart_clock(self, step):
         """Called after each pause, so that no pause counts as part of a step."""
@@ -665,17 +617,18 @@ class Log:
         entropy = f' | entropy {self.entropy:.4f}' if self.entropy else ''
         say(f'\n--- step {step} | val {val_loss:.4f}{entropy} ---\n{story}\n')
         self.write(step=step, val_loss=val_loss)
+        if jax.process_index() == 0:
+            self.plot()
         self.restart_clock(step)
 
     def write(self, **row):
-        """Adds a row to metrics.csv, its other fields empty, and draws loss.png anew."""
+        """Adds a row to metrics.csv. Its other fields stay empty."""
         if jax.process_index() == 0:
             with open(self.path, 'a') as file:
-                file.write(','.join(str(row.get(column, '')) for column in COLUMNS) + '\n')
-            if 'val_loss' in row:
-                self.plot()
+                print(*[row.get(column, '') for column in COLUMNS], sep=',', file=file)
 
     def plot(self):
+        """Draws loss.png from metrics.csv."""
         table = np.genfromtxt(self.path, delimiter=',', names=True, ndmin=1)
         figure = matplotlib.figure.Figure(figsize=(8, 5), layout='constrained')  # needs no display
         axes = figure.add_subplot(xlabel='step', ylabel='loss (nats a token)', yscale='log')
@@ -690,63 +643,80 @@ class Log:
             figure.savefig(part, dpi=120, format='png')
 
 
-@dataclasses.dataclass
-class Profiler:
-    """Traces num_steps steps, from step first on, and prints what they spent their time on."""
+def step_flops(config: ModelConfig, tokens):
+    """FLOPs of a step's matmuls, masked scores included. The backward pass is twice the forward."""
+    D, F = config.embed_dim, config.feed_forward_dim
+    block = 4 * D**2 + 2 * D * F + 2 * config.maxlen * D  # multiply-adds a token
+    return 6 * tokens * (config.num_transformer_blocks * block + config.vocab_size * D)
 
-    log: Log
-    config: ModelConfig
-    first: int
-    num_steps: int
+
+class Profiler:
+    """Traces num_steps steps, after 5 of warm-up, and prints what they spent their time on."""
+
+    def __init__(self, log: Log, config: ModelConfig, num_steps):
+        self.log, self.config, self.start = log, config, log.clock_step
+        self.traced = range(self.start + 5, self.start + 5 + num_steps)
+        problem = f'--profile_steps={num_steps} needs --max_steps={self.traced.stop} or more'
+        require(not num_steps or self.traced.stop <= log.total, f'{problem}: it is {log.total}.')
+        self.folder = log.workdir / f'profile/{jax.process_index()}'
 
     @contextlib.contextmanager
     def step(self, step):
         """Stands around each training step."""
-        if self.num_steps and step == self.first:
+        if step in self.traced[:1]:
             jax.block_until_ready(jax.live_arrays())  # until the steps before have ended
-            jax.profiler.start_trace(self.log.workdir / 'profile')
+            jax.profiler.start_trace(self.folder)
+            self.clock = time.perf_counter()
             self.log.restart_clock(step)
         with jax.profiler.StepTraceAnnotation('train', step_num=step):
             yield
-        if self.num_steps and step + 1 == self.first + self.num_steps:
+        if step == self.start:  # the first call has compiled the step
+            self.log.restart_clock(step)
+        if step in self.traced[-1:]:
             jax.block_until_ready(jax.live_arrays())
-            seconds = time.perf_counter() - self.log.clock
+            seconds = time.perf_counter() - self.clock
             jax.profiler.stop_trace()
             self.report(seconds)
             self.log.restart_clock(step + 1)
 
     def report(self, seconds):
-        """Prints the speed, and shares of the seconds traced: what the devices did."""
-        path = max(self.log.workdir.glob('profile/**/*.xplane.pb'), key=os.path.getmtime)
-        mesh = get_mesh()
-        ns = collections.Counter(compute=0, collectives=0, input=0)
+        """Prints the speed, and the shares of the time: of the devices, and of the host's input."""
+        events, input_ns = [], 0
+        path = max(self.folder.rglob('*.xplane.pb'), key=os.path.getmtime)
         for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
             for event in itertools.chain.from_iterable(line.events for line in plane.lines):
-                operation = dict(event.stats).get('hlo_op', '')
-                if event.name == 'input':  # see train; all devices wait for it
-                    ns['input'] += event.duration_ns * len(mesh.local_devices)
-                elif re.match('all-|reduce-scatter|collective-', operation):
-                    ns['collectives'] += event.duration_ns
+                stats = dict(event.stats)
+                operation = stats.get('hlo_op', '')
+                if event.name == 'input':  # see train
+                    input_ns += event.duration_ns
                 elif operation and not re.match('while|call|cond', operation):  # these hold others
-                    ns['compute'] += event.duration_ns
-        device_ns = 1e9 * seconds * len(mesh.local_devices)
-        ns['idle'] = max(0, device_ns - ns.total())
-        shares = ' | '.join(f'{name} {part / device_ns:.1%}' for name, part in ns.items())
-        step_s, tokens = seconds / self.num_steps, self.log.tokens
-        flops = step_flops(self.config, tokens) / step_s
+                    device = plane.name, stats.get('device_ordinal', 0)
+                    events.append((device, event.start_ns, event.end_ns, operation))
+        spent, ends = collections.Counter(), collections.Counter()
+        for device, start, end, operation in sorted(events):
+            is_collective = bool(re.match('all-|reduce-scatter|collective-', operation))
+            spent[is_collective] += max(0, end - max(start, ends[device]))  # overlaps count once
+            ends[device] = max(end, ends[device])
+        steps, tokens, devices = len(self.traced), self.log.tokens, get_mesh().devices
+        total_ns = 1e9 * seconds * len(get_mesh().local_devices)
+        compute, collectives = spent[False] / total_ns, spent[True] / total_ns
+        step_s = seconds / steps
+        example_ms = 1e3 * step_s * self.config.maxlen / tokens
+        teraflops = step_flops(self.config, tokens) / step_s / 1e12
+        peak = PEAKS.get(devices.flat[0].device_kind)
+        mfu = f'{teraflops / devices.size / peak:.0%}' if peak else 'unknown'
         say(
-            f'\n--- {self.num_steps} steps traced: {path} ---\n'
-            f'{1e3 * step_s:.1f} ms a step, {1e3 * step_s * self.config.maxlen / tokens:.2f} ms an '
-            f'example | {tokens / step_s:,.0f} tokens/s | {flops / 1e12:.3f} TFLOP/s, '
-            f'{flops / peak_flops(mesh):.0%} of the peak (MFU)\n{shares}\n'
+            f'\n--- {steps} steps traced: {path} ---\n'
+            f'{1e3 * step_s:.1f} ms a step, {example_ms:.2f} ms an example | '
+            f'{tokens / step_s:,.0f} tokens/s | {teraflops:.3f} TFLOP/s | MFU {mfu}\n'
+            f'compute {compute:.1%} | collectives {collectives:.1%} | '
+            f'idle {1 - compute - collectives:.1%} | input {input_ns / seconds / 1e9:.1%}\n'
         )
 
 
 # ---- Sampler: the prompt takes one pass, then each token one against the KV cache; compiled once -
-
-
 @jax.jit(static_argnames='top_k')
-def generate_tokens(model, ids_BT, start, stop, key, temperature, end, top_k):
+def generate_tokens(model, ids_BT, start, stop, end, seed, temperature, top_k):
     """ids_BT filled from `start` to `stop`, or until each row has an `end` after its first id."""
     model = gather(model)
     vocab_size = model.config.vocab_size
@@ -764,10 +734,11 @@ def generate_tokens(model, ids_BT, start, stop, key, temperature, end, top_k):
         logits_BV = project('btd,vd->bv', x_B1D, model.output_layer, P('batch', 'model'))
         logits_BV = jax.reshard(logits_BV, P())[:, :vocab_size]  # without the ids that pad
         top_BK, id_BK = lax.top_k(logits_BV, min(top_k or vocab_size, vocab_size))
-        # argmax(logits + temperature * Gumbel noise) draws from softmax(logits / temperature).
-        noise_BK = jax.random.gumbel(jax.random.fold_in(key, position), top_BK.shape)
-        choice_B1 = jnp.argmax(top_BK + temperature * noise_BK, axis=1, keepdims=True)
-        token_B1 = jax.reshard(jnp.take_along_axis(id_BK, choice_B1, axis=1), P('batch', None))
+        key = jax.random.fold_in(jax.random.key(seed), position)
+        scale = jnp.maximum(temperature, 1e-9)  # 0 would divide by 0: so small a number is as sure
+        choice_B = jax.random.categorical(key, top_BK / scale)
+        token_B1 = jnp.take_along_axis(id_BK, choice_B[:, None], axis=1)
+        token_B1 = jax.reshard(token_B1, P('batch', None))
         ids_BT = lax.dynamic_update_slice_in_dim(ids_BT, token_B1, position, axis=1)
         return position + 1, ids_BT, caches
 
@@ -778,10 +749,9 @@ def generate_tokens(model, ids_BT, start, stop, key, temperature, end, top_k):
 
 def encode_prompt(tokenizer, prompt, maxlen):
     """The ids of end-of-text, which stands before every story of the stream, and of the prompt."""
-    ids = tokenizer.encode_ordinary(prompt)
-    room = maxlen - 2
-    require(len(ids) <= room, f'--prompt has {len(ids)} tokens, maxlen room for {room}.')
-    return [tokenizer.eot_token, *ids]
+    ids = [tokenizer.eot_token, *tokenizer.encode_ordinary(prompt)]
+    require(len(ids) < maxlen, f'--prompt of {len(ids)} tokens is too long for maxlen={maxlen}.')
+    return ids
 
 
 def generate_text(
@@ -795,21 +765,18 @@ def generate_text(
     batch = get_mesh().shape['batch']
     ids_BT = np.zeros((math.ceil(num_samples / batch) * batch, maxlen))
     ids_BT[:, :start] = prompt_ids
-    key, end = jax.random.key(seed), tokenizer.eot_token
-    ids_BT = to_devices(ids_BT)
-    ids_BT = generate_tokens(model, ids_BT, start, stop, key, temperature, end, top_k)
-    # Neither end-of-text nor the numbers that some encodings leave out are text.
-    is_text = {tokenizer.encode_single_token(token) for token in tokenizer.token_byte_values()}
+    ids_BT, end = to_devices(ids_BT), tokenizer.eot_token
+    ids_BT = generate_tokens(model, ids_BT, start, stop, end, seed, temperature, top_k)
+    known = set(map(tokenizer.encode_single_token, tokenizer.token_byte_values()))
     texts = []
-    for ids in np.asarray(ids_BT)[:num_samples, 1:stop].tolist():
-        text = tokenizer.decode(list(itertools.takewhile(is_text.__contains__, ids)))
+    for row in np.asarray(ids_BT)[:num_samples, 1:stop].tolist():
+        ids = itertools.takewhile(lambda i: i in known, row)  # end-of-text is not
+        text = tokenizer.decode(list(ids))
         texts.append(text.rstrip('\ufffd'))  # without half a character at the end
     return texts
 
 
 # ---- Checkpoint: model, optimizer, settings; data order and keys follow from seed and step -------
-
-
 def open_checkpoints(workdir: Path, keep=1, read_only=False):
     """An Orbax manager, which saves in the background and keeps the newest checkpoints."""
     # cleanup_tmp_directories: what a killed process has left half-written
@@ -819,41 +786,30 @@ def open_checkpoints(workdir: Path, keep=1, read_only=False):
     return ocp.CheckpointManager((workdir / 'checkpoints').absolute(), options=options)
 
 
-def save(checkpoints, step, settings, wait, **modules):
-    """Copies the modules and returns; Orbax writes them to a temporary folder, then renames it."""
-    items = {name: ocp.args.StandardSave(nnx.state(module)) for name, module in modules.items()}
-    args = ocp.args.Composite(settings=ocp.args.JsonSave(settings), **items)
-    try:
-        checkpoints.save(step, args=args, force=True)
-        if wait:
-            checkpoints.wait_until_finished()
-    except Exception as error:  # a full disk comes as an exception of Orbax's writer
-        problem = f'A save failed; {checkpoints.directory} keeps those before it'
-        raise UserError(f'{problem}: {error!r:.300}') from error
+def save(checkpoints, step, settings, model, optimizer):
+    """Copies the arrays and returns; Orbax writes them to a temporary folder, then renames it."""
+    args = ocp.args.Composite(
+        settings=ocp.args.JsonSave(settings),
+        model=ocp.args.StandardSave(nnx.state(model)),
+        optimizer=ocp.args.StandardSave(nnx.state(optimizer)),
+    )
+    checkpoints.save(step, args=args, force=True)
 
 
 def restore(checkpoints, **modules):
-    """(step, settings) of the newest checkpoint, or (0, None). Writes its arrays into the modules.
-
-    Each array is read right into the sharding that it has in the module, on whatever mesh.
-    """
+    """(step, settings) of the newest checkpoint, or (0, None); its arrays go into the modules."""
     step = checkpoints.latest_step()
     if step is None:
         return 0, None
-    items = {name: ocp.args.StandardRestore(nnx.state(module)) for name, module in modules.items()}
-    args = ocp.args.Composite(settings=ocp.args.JsonRestore(), **items)
-    try:
-        restored = checkpoints.restore(step, args=args)
-    except Exception as error:  # each kind of damage has an exception of its own
-        problem = f'{checkpoints.directory / str(step)} cannot be read; move it away to go on'
-        raise UserError(f'{problem} from the one before: {error!r:.300}') from error
+    args = {name: ocp.args.StandardRestore(nnx.state(module)) for name, module in modules.items()}
+    args['settings'] = ocp.args.JsonRestore()
+    restored = checkpoints.restore(step, args=ocp.args.Composite(**args))
     for name, module in modules.items():
-        nnx.update(module, restored[name])
+        nnx.update(module, restored[name])  # cut as the module's arrays are, on whatever mesh
     return step, restored['settings']
 
 
 # ---- Main: set-up, the training loop, and --mode=sample ------------------------------------------
-
 GRAMMAR_DEFAULTS = {'tokenizer': 'words', 'maxlen': 64, 'batch_size': 4}
 MODEL = [field.name for field in dataclasses.fields(ModelConfig) if field.name != 'vocab_size']
 FIXED = [*MODEL, 'tokenizer', 'batch_size', 'seed']  # what a resumed run must not change
@@ -862,174 +818,125 @@ SIGNALS = []  # those that came: the loop saves and stops
 
 
 def on_signal(number, frame):
+    """Asks the loop to save and stop. A second signal ends the process at once."""
     SIGNALS.append(number)
-    signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
+    signal.signal(number, signal.SIG_DFL)
     os.write(2, b'stopping after this step; a second time stops at once, unsaved\n')
-
-
-def stop_requested(checkpoints, step):
-    """Whether a signal came, here or to another process. All processes agree on the step."""
-    return checkpoints.reached_preemption(step) if jax.process_count() > 1 else bool(SIGNALS)
 
 
 def flag_values(names):
     return {name: FLAGS[name].value for name in names}
 
 
-@dataclasses.dataclass
 class Run:
-    """What the flags ask for, checked, before anything is built."""
+    """The run that the flags describe, checked and with its text tokenised, before it is built."""
 
-    workdir: Path
-    config: ModelConfig
-    tokenizer: tiktoken.Encoding
-    training: np.ndarray  # windows (n, W)
-    held_out: np.ndarray  # windows (n, W)
-    settings: dict  # saved in a checkpoint, to sample from it and to refuse to resume another run
-    entropy: float | None  # of the text, nats a token, where it is known
+    def __init__(self):
+        mesh = create_mesh(FLAGS.mesh, FLAGS.num_processes or 1)
+        batch, model = mesh.devices.shape
+        text = Path(FLAGS.data).expanduser()
+        is_grammar = FLAGS.data == 'grammar' or not (FLAGS['data'].present or text.exists())
+        for name, value in GRAMMAR_DEFAULTS.items() if is_grammar else ():
+            FLAGS.set_default(name, value)  # it leaves alone what the command line has set
+        FLAGS.set_default('batch_size', math.ceil(FLAGS.batch_size / batch) * batch)
+        B, T = FLAGS.batch_size, FLAGS.maxlen
+        name = 'grammar' if is_grammar else text.resolve(strict=True).stem
+        sizes = f'{FLAGS.num_transformer_blocks}x{FLAGS.embed_dim}-b{B}-s{FLAGS.seed}'
+        self.workdir = Path(FLAGS.workdir or f'runs/{name}-{sizes}').expanduser()
+        kind = mesh.devices.flat[0].device_kind
+        say(f'{name} -> {self.workdir} | mesh {batch},{model} of {kind} devices')
+        (self.workdir / 'checkpoints').mkdir(parents=True, exist_ok=True)
+        if is_grammar:
+            text = self.workdir / 'grammar.txt'
+            write_grammar(text)
+        words = common_words(file_stories(text)) if FLAGS.tokenizer == 'words' else []
+        self.tokenizer = load_tokenizer(FLAGS.tokenizer, words)
+        encode_prompt(self.tokenizer, FLAGS.prompt, T)  # raises now if it is too long
+        self.config = ModelConfig(self.tokenizer.n_vocab, **flag_values(MODEL))
+        check_sizes(self.config, mesh, B, FLAGS.accum_steps or 1)
+        FLAGS.set_default('accum_steps', choose_accum_steps(mesh, B, T))
+        ids, digest = load_tokens(text, self.tokenizer, self.workdir)
+        self.training, self.held_out = split_windows(ids, T, B)
+        steps = len(self.training) * (FLAGS.num_epochs or 1) // B
+        if is_grammar and not FLAGS.num_epochs:
+            steps = max(100, steps)  # fewer do not learn it, however large a batch is
+        FLAGS.set_default('max_steps', steps)
+        self.settings = flag_values(FIXED) | {'data': digest, 'words': words}
+        self.entropy = ENTROPY if is_grammar and FLAGS.tokenizer == 'words' else None
 
+    def start_or_resume(self, checkpoints):
+        """(step, model, optimizer, schedule): new, or as the newest checkpoint has them."""
+        _, saved = restore(checkpoints)  # the settings alone: they decide what may be built
+        for name, value in self.settings.items() if saved else ():
+            change = f'{name} {saved.get(name)!s:.20} -> {value!s:.20}'
+            problem = f'{self.workdir} is another run: {change}. Set --workdir=NEW, or delete it.'
+            require(value == saved.get(name), problem)
+        model = create_model(self.config, FLAGS.seed)
+        schedule = learning_rate_schedule(FLAGS.learning_rate, FLAGS.warmup_steps, FLAGS.max_steps)
+        optimizer = create_optimizer(model, schedule, FLAGS.weight_decay, FLAGS.clip_norm)
+        step, _ = restore(checkpoints, model=model, optimizer=optimizer)
+        size = f'{FLAGS.batch_size} x {FLAGS.maxlen} tokens in {FLAGS.accum_steps} micro-batches'
+        say(f'{optax.tree.size(model):,} parameters | step {step} of {FLAGS.max_steps}: {size}')
+        return step, model, optimizer, schedule
 
-def prepare():
-    """The Run that the flags describe. Sets mesh and the flags left open, and tokenises the text."""
-    mesh = create_mesh(FLAGS.mesh, FLAGS.num_processes or 1)
-    batch, model = mesh.devices.shape
-    text = Path(FLAGS.data).expanduser()
-    is_grammar = FLAGS.data == 'grammar' or not (FLAGS['data'].present or text.exists())
-    # set_default leaves a flag alone that the command line has set.
-    for name, value in GRAMMAR_DEFAULTS.items() if is_grammar else ():
-        FLAGS.set_default(name, value)
-    FLAGS.set_default('batch_size', math.ceil(FLAGS.batch_size / batch) * batch)
-    name = 'grammar' if is_grammar else text.resolve(strict=True).stem
-    sizes = f'{FLAGS.num_transformer_blocks}x{FLAGS.embed_dim}-b{FLAGS.batch_size}-s{FLAGS.seed}'
-    workdir = Path(FLAGS.workdir or f'runs/{name}-{sizes}').expanduser()
-    say(f'{name} -> {workdir} | mesh {batch},{model} of {mesh.devices.flat[0].device_kind} devices')
-    (workdir / 'checkpoints').mkdir(parents=True, exist_ok=True)
-    if is_grammar:
-        text = workdir / 'grammar.txt'
-        write_grammar(text)
-    with open(text, 'rb') as file:
-        digest = hashlib.file_digest(file, 'sha256').hexdigest()[:16]
-
-    words = common_words(file_stories(text)) if FLAGS.tokenizer == 'words' else []
-    tokenizer = load_tokenizer(FLAGS.tokenizer, words)
-    encode_prompt(tokenizer, FLAGS.prompt, FLAGS.maxlen)  # raises now if it is too long
-    config = ModelConfig(tokenizer.n_vocab, **flag_values(MODEL))
-    check_sizes(config, mesh, FLAGS.batch_size, FLAGS.accum_steps or 1)
-    FLAGS.set_default('accum_steps', choose_accum_steps(mesh, FLAGS.batch_size, FLAGS.maxlen))
-    ids = load_tokens(text, digest, tokenizer, workdir)
-    training, held_out = split_windows(ids, FLAGS.maxlen, FLAGS.batch_size)
-    steps = len(training) * (FLAGS.num_epochs or 1) // FLAGS.batch_size
-    if is_grammar and not FLAGS.num_epochs:
-        steps = max(100, steps)  # fewer do not learn it, however large a batch is
-    FLAGS.set_default('max_steps', steps)
-    entropy = ENTROPY if is_grammar and FLAGS.tokenizer == 'words' else None
-    settings = flag_values(FIXED) | {'data': digest, 'words': words}
-    return Run(workdir, config, tokenizer, training, held_out, settings, entropy)
-
-
-def start_or_resume(checkpoints, run: Run):
-    """(step, model, optimizer, schedule): new, or as the newest checkpoint has them."""
-    for step in checkpoints.all_steps() if FLAGS.overwrite else ():
-        checkpoints.delete(step)
-    _, saved = restore(checkpoints)  # the settings alone: they decide what may be built
-    changes = []
-    for name, value in run.settings.items() if saved else ():
-        if saved.get(name) != value:
-            changes.append(f'{name} {saved.get(name)!s:.20} -> {value!s:.20}')
-    problem = f'{run.workdir} is another run: {", ".join(changes)}'
-    require(not changes, f'{problem}. Set --workdir=NEW or --overwrite.')
-    model = create_model(run.config, FLAGS.seed)
-    schedule = learning_rate_schedule(FLAGS.learning_rate, FLAGS.warmup_steps, FLAGS.max_steps)
-    optimizer = create_optimizer(model, schedule, FLAGS.weight_decay, FLAGS.clip_norm)
-    step, _ = restore(checkpoints, model=model, optimizer=optimizer)
-    say(f'{optax.tree.size(model):,} parameters | step {step} of {FLAGS.max_steps}')
-    return step, model, optimizer, schedule
-
-
-def compile_step(model, optimizer):
-    """train_step as a compiled program. Says how long that took, and what memory it needs."""
-    B, T, A = FLAGS.batch_size, FLAGS.maxlen, FLAGS.accum_steps
-    say(f'compiling a step of {B} x {T} tokens in {A} micro-batches')
-    clock = time.perf_counter()
-    ids_BW = to_devices(np.zeros((B, T + 1)))
-    program = train_step.lower(model, optimizer, ids_BW, jax.random.key(0), A).compile()
-    memory = program.memory_analysis()
-    state, temporary = memory.argument_size_in_bytes / 1e6, memory.temp_size_in_bytes / 1e6
-    say(
-        f'compiled in {time.perf_counter() - clock:.1f} s | MB a device: weights and optimizer '
-        f'{state:.1f}, step {temporary:.0f}'
-    )
-    return program
-
-
-def evaluate(model, run: Run):
-    """(mean loss on the held-out windows in nats a token, a story)."""
-    rows = FLAGS.batch_size // FLAGS.accum_steps
-    # np.resize fills the last batch up with the first windows again. np.asarray waits for each
-    # program: two at once on simulated devices could wait for each other's threads for ever.
-    batches = np.resize(run.held_out, (math.ceil(len(run.held_out) / rows), rows, FLAGS.maxlen + 1))
-    losses = [np.asarray(eval_step(model, to_devices(batch))) for batch in batches]
-    loss = np.concatenate(losses)[: len(run.held_out)].mean()
-    require(np.isfinite(loss), f'validation loss {loss}: not saved. Try a lower --learning_rate.')
-    sampling = flag_values(SAMPLING) | {'num_samples': 1}
-    return loss, *generate_text(model, run.tokenizer, **sampling)
+    def evaluate(self, model):
+        """(mean loss on the held-out windows in nats a token, a story)."""
+        rows = FLAGS.batch_size // FLAGS.accum_steps
+        n = len(self.held_out)
+        # np.resize fills the last batch up with the first windows again. np.asarray waits for each
+        # program: two at once on simulated devices could wait for each other's threads for ever.
+        batches = np.resize(self.held_out, (math.ceil(n / rows), rows, FLAGS.maxlen + 1))
+        losses = [np.asarray(eval_step(model, to_devices(batch))) for batch in batches]
+        sampling = flag_values(SAMPLING) | {'num_samples': 1}
+        return np.concatenate(losses)[:n].mean(), *generate_text(model, self.tokenizer, **sampling)
 
 
 def train():
     """--mode=train: starts a run, or goes on with it, until its last step or a signal."""
-    run = prepare()
+    run = Run()
     checkpoints = open_checkpoints(run.workdir, FLAGS.keep)
-    step, model, optimizer, schedule = start_or_resume(checkpoints, run)
-    total = FLAGS.max_steps
-    if step >= total:
-        say(f'{run.workdir} is finished at step {step}: raise --max_steps, or --overwrite.')
-        return
-    log = Log(run.workdir, step, total, FLAGS.batch_size * FLAGS.maxlen, run.entropy)
-    profiler = Profiler(log, FLAGS.profile_steps, run.config)
-    signal.signal(signal.SIGINT, on_signal)
-    if jax.process_count() == 1:  # else JAX listens to SIGTERM, for all processes
-        signal.signal(signal.SIGTERM, on_signal)
-    update = compile_step(model, optimizer)
+    step, model, optimizer, schedule = run.start_or_resume(checkpoints)
     batches = training_batches(run.training, FLAGS.batch_size, FLAGS.seed)
     key = jax.random.key(FLAGS.seed)
+    total, metrics, stop = FLAGS.max_steps, None, False
+    log = Log(run.workdir, step, total, FLAGS.batch_size * FLAGS.maxlen, run.entropy)
+    profiler = Profiler(log, run.config, FLAGS.profile_steps)
 
     def due(every):
-        return step == total or (every > 0 and step % every == 0)
+        return step == total or stop or (every > 0 and step % every == 0)
 
+    if jax.process_count() == 1:  # else JAX listens to SIGTERM, for all processes
+        signal.signal(signal.SIGINT, on_signal)
+        signal.signal(signal.SIGTERM, on_signal)
     if step == 0:
-        log.validation(0, *evaluate(model, run))
-    log.restart_clock(step)
-    metrics, stop = None, False
+        log.validation(0, *run.evaluate(model))
     while step < total and not stop:
         with profiler.step(step):
             with jax.profiler.TraceAnnotation('input'):
                 ids_BW = to_devices(batches[step])
-            metrics_before = metrics
-            model, optimizer, metrics = update(model, optimizer, ids_BW, key)
-            # JAX returns before the step is done. One step may wait in line, so that the devices
-            # are never idle, but not more, so that a signal is heard soon.
-            jax.block_until_ready(metrics_before)
+            before = metrics
+            model, optimizer, metrics = train_step(model, optimizer, ids_BW, key, FLAGS.accum_steps)
+            jax.block_until_ready(before)  # JAX does not wait: at most two steps are under way
         step += 1
-        stop = stop_requested(checkpoints, step)
-        is_saving = due(FLAGS.checkpoint_every) or stop
-        if due(FLAGS.log_every) or is_saving:
+        stop = bool(SIGNALS) or checkpoints.reached_preemption(step)
+        if due(FLAGS.log_every) or due(FLAGS.checkpoint_every):  # nothing is saved unseen
             log.training(step, metrics, schedule(step - 1))
-        if due(FLAGS.eval_every):
-            log.validation(step, *evaluate(model, run))
-        if is_saving:
-            is_last = step == total or stop
-            save(checkpoints, step, run.settings, is_last, model=model, optimizer=optimizer)
+        if due(FLAGS.eval_every) and not stop:
+            log.validation(step, *run.evaluate(model))
+        if due(FLAGS.checkpoint_every):
+            save(checkpoints, step, run.settings, model, optimizer)
             log.restart_clock(step)
-    say(f'step {step}: saved in {run.workdir}')
+    checkpoints.wait_until_finished()
+    say(f'step {step} of {total}: saved in {run.workdir}')
     if stop:
-        sys.exit(128 + (SIGNALS[0] if SIGNALS else signal.SIGTERM))
+        sys.exit(128 + [*SIGNALS, signal.SIGTERM][0])
 
 
 def sample():
     """--mode=sample: text to stdout. Model, settings and tokenizer come from the checkpoint."""
-    runs = sorted(Path('runs').glob('*/checkpoints'), key=os.path.getmtime)
-    require(runs or FLAGS.workdir, 'There is no run in runs/: train first, or set --workdir.')
-    workdir = Path(FLAGS.workdir or runs[-1].parent).expanduser()
+    saved = sorted(Path('runs').glob('*/checkpoints/[0-9]*'), key=os.path.getmtime)
+    require(saved or FLAGS.workdir, 'There is no run in runs/: train first, or set --workdir.')
+    workdir = Path(FLAGS.workdir or saved[-1].parents[1]).expanduser()
     mesh = create_mesh(FLAGS.mesh, FLAGS.num_processes or 1)
     checkpoints = open_checkpoints(workdir, read_only=True)
     step, settings = restore(checkpoints)
@@ -1037,7 +944,6 @@ def sample():
     tokenizer = load_tokenizer(settings['tokenizer'], settings['words'])
     config = ModelConfig(tokenizer.n_vocab, **{name: settings[name] for name in MODEL})
     check_sizes(config, mesh, batch_size=mesh.shape['batch'])
-    encode_prompt(tokenizer, FLAGS.prompt, config.maxlen)  # raises now if it is too long
     model = create_model(config)
     restore(checkpoints, model=model)
     say(f'{workdir}, step {step}', file=sys.stderr)
@@ -1050,16 +956,13 @@ def main(argv):
         raise app.UsageError(f'Stray argument {argv[1]}: flags begin with --, as in --mesh=4,2.')
     logging.set_verbosity(logging.FATAL)  # Orbax logs what it also raises
     try:
-        if FLAGS.coordinator or FLAGS.num_processes or FLAGS.process_id is not None:
-            # Without an address JAX asks Slurm or the TPU pod.
-            address = None if FLAGS.coordinator == 'auto' else FLAGS.coordinator
+        if FLAGS.coordinator or FLAGS.num_processes:
+            address = None if FLAGS.coordinator == 'auto' else FLAGS.coordinator  # None: Slurm's
             jax.distributed.initialize(address, FLAGS.num_processes, FLAGS.process_id)
         if FLAGS.mode == 'sample':
             sample()
         else:
             train()
-    except KeyboardInterrupt:
-        sys.exit(130)
     except UnicodeDecodeError as error:
         sys.exit(f'--data={FLAGS.data} is not UTF-8 text ({error.reason}). Use gunzip or iconv?')
     except (UserError, OSError, jax.errors.JaxRuntimeError) as error:  # the last: no memory
