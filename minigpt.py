@@ -45,9 +45,8 @@ import orbax.checkpoint as ocp
 import tiktoken
 from absl import app, flags, logging
 from flax import nnx
-from jax import lax
+from jax import P, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, get_mesh
-from jax.sharding import PartitionSpec as P
 
 
 # ---- Flags: only the functions of the section Main read them -------------------------------------
@@ -107,7 +106,6 @@ flags.DEFINE_integer('log_every', 10, 'steps between log lines', 1)
 flags.DEFINE_integer('eval_every', 200, 'steps between validations; 0: only at the end', 0)
 flags.DEFINE_integer('checkpoint_every', 200, 'steps between checkpoints; 0: only at the end', 0)
 flags.DEFINE_integer('profile_steps', 0, 'steps to trace, after 5 steps of warm-up', 0)
-# The sampler: see generate_text.
 flags.DEFINE_string('prompt', 'Once upon a time', 'beginning of the text')
 flags.DEFINE_integer('num_samples', 1, 'texts to write', 1)
 flags.DEFINE_integer('max_new_tokens', 0, 'tokens to write; 0: to end-of-text or maxlen in all', 0)
@@ -119,7 +117,6 @@ flags.DEFINE_integer('process_id', None, 'number of this process, from 0', 0)
 FLAGS = flags.FLAGS
 
 # ---- Model: pre-LN transformer, each weight beside its split over the mesh -----------------------
-#
 # A primer on the mesh. One program runs for all devices. To the code an array is whole; in memory
 # it is cut into pieces, one a device. P('batch', 'model') reads: dimension 0 is cut along the mesh
 # axis `batch`, dimension 1 along `model`; None: not cut, so that devices hold copies. This sharding
@@ -167,9 +164,8 @@ def attention(q_BNTH, k_BNSH, v_BNSH, position=0):
 class TransformerBlock(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)). Dropout acts only where rngs are given."""
 
-    # Megatron's tensor parallelism (arXiv:1909.08053): of a pair of matrices `model` cuts the first
-    # by columns and the second by rows, so that a pair needs one all-reduce. `batch` cuts the other
-    # dimension, for storage alone: see gather.
+    # Megatron's tensor parallelism (arXiv:1909.08053): `model` cuts the first matrix of a pair by
+    # columns, the second by rows: one all-reduce a pair. `batch` cuts for storage alone: see gather.
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         D, N, F = config.embed_dim, config.num_heads, config.feed_forward_dim
         H = D // N
@@ -262,8 +258,7 @@ def gather(model: MiniGPT):
 END = '<|endoftext|>'
 WORDS = r' ?[^\W\d_]+| ?[^\s\w]|\s|\d|_'  # a word with the space before it, or one character
 
-# The built-in grammar: stories of 64 tokens, in which each of ten words is one of eight.
-STORY = (
+STORY = (  # The built-in grammar: 64 tokens, in which each of ten words is one of eight.
     'Once upon a time there was a {mood} {animal} named {name}. {name} lived in the {place} '
     'and loved to {play}. One day {name} found a {color} {thing} near the {place}. Then a '
     '{feeling} {friend} came by. {name} gave the {color} {thing} to the {friend}. The '
@@ -342,11 +337,12 @@ def load_tokenizer(name, words=()):
 
 def load_tokens(text: Path, tokenizer, workdir: Path):
     """(the ids of a text, memory-mapped: end, story, end, story, end; the digest of the text)."""
-    # The file of ids is named after the text's content: delete it when you have changed the reader.
     with open(text, 'rb') as file:
         digest = hashlib.file_digest(file, 'sha256').hexdigest()[:16]
     folder = text.parent if os.access(text.parent, os.W_OK) else workdir
-    path = folder / f'{text.stem}.{tokenizer.name}.{digest}.tokens'
+    path = (
+        folder / f'{text.stem}.{tokenizer.name}.{digest}.tokens'
+    )  # delete it if the reader changes
     dtype = np.uint16 if tokenizer.n_vocab <= 2**16 else np.uint32
     end = tokenizer.eot_token
     if jax.process_index() == 0 and not path.exists():
@@ -426,9 +422,8 @@ def largest_divisor(n, limit):
 
 def choose_accum_steps(mesh: Mesh, batch_size, maxlen):
     """Micro-batches a step. Shapes and mesh alone decide, so that a resume repeats the choice."""
-    tokens = 65536  # of a device in a micro-batch
-    if mesh.devices.flat[0].platform == 'cpu':
-        tokens = max(512, 2048 // mesh.size)  # on 2 cores 8,192 took 1.2 times as long as 2,048
+    is_cpu = mesh.devices.flat[0].platform == 'cpu'  # 2 cores are fastest with 2,048 tokens at once
+    tokens = max(512, 2048 // mesh.size) if is_cpu else 65536  # of a device in a micro-batch
     rows = batch_size // mesh.shape['batch']
     return rows // largest_divisor(rows, tokens // maxlen)
 
@@ -562,8 +557,7 @@ def eval_step(model, ids_BW):
 
 # ---- Reports: log lines, metrics.csv, loss.png and the profile -----------------------------------
 COLUMNS = ('step', 'loss', 'grad_norm', 'learning_rate', 'tokens_per_s', 'val_loss')
-# bfloat16 TFLOP/s of a device, as its maker gives them: what MFU is a share of.
-PEAKS = {
+PEAKS = {  # bfloat16 TFLOP/s of a device, as its maker gives them: MFU is a share of them
     'NVIDIA H100 80GB HBM3': 989,
     'NVIDIA H200': 989,
     'TPU v4': 275,
@@ -778,8 +772,7 @@ def generate_text(
 
 # ---- Checkpoint: model, optimizer, settings; data order and keys follow from seed and step -------
 def open_checkpoints(workdir: Path, keep=1, read_only=False):
-    """An Orbax manager, which saves in the background and keeps the newest checkpoints."""
-    # cleanup_tmp_directories: what a killed process has left half-written
+    """An Orbax manager, which keeps the newest checkpoints and removes what a crash left half-made."""
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep, read_only=read_only, cleanup_tmp_directories=not read_only
     )
@@ -843,8 +836,9 @@ class Run:
         name = 'grammar' if is_grammar else text.resolve(strict=True).stem
         sizes = f'{FLAGS.num_transformer_blocks}x{FLAGS.embed_dim}-b{B}-s{FLAGS.seed}'
         self.workdir = Path(FLAGS.workdir or f'runs/{name}-{sizes}').expanduser()
-        kind = mesh.devices.flat[0].device_kind
-        say(f'{name} -> {self.workdir} | mesh {batch},{model} of {kind} devices')
+        say(
+            f'{name} -> {self.workdir} | mesh {batch},{model} of {mesh.devices.flat[0].device_kind}'
+        )
         (self.workdir / 'checkpoints').mkdir(parents=True, exist_ok=True)
         if is_grammar:
             text = self.workdir / 'grammar.txt'
@@ -959,10 +953,7 @@ def main(argv):
         if FLAGS.coordinator or FLAGS.num_processes:
             address = None if FLAGS.coordinator == 'auto' else FLAGS.coordinator  # None: Slurm's
             jax.distributed.initialize(address, FLAGS.num_processes, FLAGS.process_id)
-        if FLAGS.mode == 'sample':
-            sample()
-        else:
-            train()
+        train() if FLAGS.mode == 'train' else sample()
     except UnicodeDecodeError as error:
         sys.exit(f'--data={FLAGS.data} is not UTF-8 text ({error.reason}). Use gunzip or iconv?')
     except (UserError, OSError, jax.errors.JaxRuntimeError) as error:  # the last: no memory
