@@ -671,7 +671,7 @@ class Profiler:
             seconds = time.perf_counter() - self.clock
             jax.profiler.stop_trace()
             self.report(seconds)
-            self.log.restart_clock(step + 1)
+            self.log.clock += time.perf_counter() - self.clock - seconds  # the pause
 
     def report(self, seconds):
         """Prints the speed, and the shares of the time: of the devices, and of the host's input."""
@@ -897,38 +897,42 @@ def train():
     profiler = Profiler(log, run.config, FLAGS.profile_steps)
 
     def due(every):
-        return step == total or stop or (every > 0 and step % every == 0)
+        return step == total or (every > 0 and step % every == 0)
 
     if jax.process_count() == 1:  # else JAX listens to SIGTERM, for all processes
         signal.signal(signal.SIGINT, on_signal)
         signal.signal(signal.SIGTERM, on_signal)
     if step == 0:
         log.validation(0, *run.evaluate(model))
-    while step < total and not stop:
-        with profiler.step(step):
-            with jax.profiler.TraceAnnotation('input'):
-                ids_BW = to_devices(batches[step])
-            before = metrics
-            model, optimizer, metrics = train_step(model, optimizer, ids_BW, key, FLAGS.accum_steps)
-            jax.block_until_ready(before)  # JAX does not wait: at most two steps are under way
-        step += 1
-        stop = bool(SIGNALS) or checkpoints.reached_preemption(step)
-        if due(FLAGS.log_every) or due(FLAGS.checkpoint_every):  # nothing is saved unseen
-            log.training(step, metrics, schedule(step - 1))
-        if due(FLAGS.eval_every) and not stop:
-            log.validation(step, *run.evaluate(model))
-        if due(FLAGS.checkpoint_every):
-            save(checkpoints, step, run.settings, model, optimizer)
-            log.restart_clock(step)
-    checkpoints.wait_until_finished()
+    with checkpoints:  # whatever ends the loop, a save that is under way is finished
+        while step < total and not stop:
+            with profiler.step(step):
+                with jax.profiler.TraceAnnotation('input'):
+                    ids_BW = to_devices(batches[step])
+                before = metrics
+                model, optimizer, metrics = train_step(
+                    model, optimizer, ids_BW, key, FLAGS.accum_steps
+                )
+                jax.block_until_ready(before)  # JAX does not wait: at most two steps are under way
+            step += 1
+            stop = bool(SIGNALS) or checkpoints.reached_preemption(step)
+            is_saved = due(FLAGS.checkpoint_every) or stop
+            if due(FLAGS.log_every) or is_saved:  # which refuses to save a loss that is not finite
+                log.training(step, metrics, schedule(step - 1))
+            if due(FLAGS.eval_every):
+                log.validation(step, *run.evaluate(model))
+            if is_saved:
+                save(checkpoints, step, run.settings, model, optimizer)
+                log.restart_clock(step)
     say(f'step {step} of {total}: saved in {run.workdir}')
     if stop:
-        sys.exit(128 + [*SIGNALS, signal.SIGTERM][0])
+        sys.exit(128 + (SIGNALS[0] if SIGNALS else signal.SIGTERM))
 
 
 def sample():
     """--mode=sample: text to stdout. Model, settings and tokenizer come from the checkpoint."""
-    saved = sorted(Path('runs').glob('*/checkpoints/[0-9]*'), key=os.path.getmtime)
+    found = Path('runs').glob('*/checkpoints/*')
+    saved = sorted((path for path in found if path.name.isdigit()), key=os.path.getmtime)
     require(saved or FLAGS.workdir, 'There is no run in runs/: train first, or set --workdir.')
     workdir = Path(FLAGS.workdir or saved[-1].parents[1]).expanduser()
     mesh = create_mesh(FLAGS.mesh, FLAGS.num_processes or 1)
