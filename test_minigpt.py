@@ -163,7 +163,7 @@ def wait_until(process, happened):
 def write_text(path, stories=60, seed=0):
     """A text of short stories of 13 words."""
     rng = np.random.default_rng(seed)
-    words = ['the', 'cat', 'sat', 'on', 'a', 'mat', 'and', 'saw', 'one', 'red', 'ball', 'near', 'old', 'trees']
+    words = re.findall(r'\w+', 'the cat sat on a mat and saw one red ball near old trees')
     text = '<|endoftext|>'.join(' '.join(rng.choice(words, 12)) + '.\n' for _ in range(stories))
     path.write_text(text, encoding='utf-8')
     return path
@@ -319,7 +319,7 @@ def test_a_config_is_fixed_and_pads_the_vocabulary_to_128():
     assert padded == [128, 128, 128, 256, 384, 50304]
 
 
-def test_what_the_user_can_mend_is_a_value_error_that_functions_raise():
+def test_what_the_user_can_fix_is_a_value_error_that_functions_raise():
     assert issubclass(minigpt.UserError, ValueError)
     minigpt.create_mesh('1,1')
     tokenizer = minigpt.load_tokenizer('bytes')
@@ -397,16 +397,6 @@ def test_the_token_file_is_named_by_the_content_of_the_text_and_made_once(tmp_pa
     assert found == [256, *b'x' * (size - 1), ord('y'), 256]
     assert changed_digest != digest
     assert tokens_of(write_text(path), tmp_path) == (ids, digest)
-
-
-def test_another_vocabulary_does_not_read_the_ids_of_the_first(tmp_path):
-    path = tmp_path / 'text.txt'
-    path.write_text('another text')
-    words = minigpt.load_tokenizer('words', [' text'])
-    assert tokens_of(path, tmp_path)[0] == [256, *b'another text', 256]
-    assert tokens_of(path, tmp_path, words)[0] == [257, *b'another', 256, 257]
-    words = minigpt.load_tokenizer('words', ['another'])
-    assert tokens_of(path, tmp_path, words)[0] == [257, 256, *b' text', 257]
 
 
 def test_an_interrupted_token_file_is_not_there_and_made_anew(tmp_path, monkeypatch):
@@ -1011,10 +1001,14 @@ def test_a_row_that_has_ended_waits_for_those_that_have_not():
     ids_BT = np.zeros((2, 16))
     ids_BT[:, :2] = [[258, 257], [258, 97]]  # 'no', which the end follows, and 'a'
     ids_BT = minigpt.to_devices(ids_BT)
-    found = np.asarray(minigpt.generate_tokens(model, ids_BT, 2, 16, 258, 0, 0.0, 10))
+    found = np.asarray(
+        minigpt.generate_tokens(model, ids_BT, 2, 16, 258, jax.random.key(0), 0.0, 10)
+    )
     assert found[0, :3].tolist() == [258, 257, 258]
     assert found[1].tolist() == [258, *range(97, 112)]
-    alone = np.asarray(minigpt.generate_tokens(model, ids_BT[:1], 2, 16, 258, 0, 0.0, 10))
+    alone = np.asarray(
+        minigpt.generate_tokens(model, ids_BT[:1], 2, 16, 258, jax.random.key(0), 0.0, 10)
+    )
     assert alone[0].tolist() == [258, 257, 258, *[0] * 13]  # and then nothing more is computed
 
 
@@ -1053,7 +1047,14 @@ def test_greedy_text_is_that_of_a_full_forward_pass_for_every_token():
         ids.append(int(logits(model, padded)[0, len(ids) - 1, :257].argmax()))
     prompt = np.array([ids[:4] + [0] * (maxlen - 4)], np.int32)
     found = minigpt.generate_tokens(
-        model, minigpt.to_devices(prompt), 4, maxlen, end, seed=0, temperature=0.0, top_k=0
+        model,
+        minigpt.to_devices(prompt),
+        4,
+        maxlen,
+        end,
+        key=jax.random.key(0),
+        temperature=0.0,
+        top_k=0,
     )
     assert np.asarray(found)[0, : len(ids)].tolist() == ids
     assert len(ids) > 8
@@ -1066,7 +1067,14 @@ def test_tokens_are_drawn_from_the_softmax_of_the_k_largest_logits_over_temperat
     temperature, k, rows = 0.7, 4, 4096
     start = np.zeros((rows, SIZES['maxlen']), np.int32)
     drawn = minigpt.generate_tokens(
-        model, minigpt.to_devices(start), 1, 3, tokenizer.eot_token, 1, temperature, k
+        model,
+        minigpt.to_devices(start),
+        1,
+        3,
+        tokenizer.eot_token,
+        jax.random.key(1),
+        temperature,
+        k,
     )
     first, second = np.asarray(drawn)[:, 1], np.asarray(drawn)[:, 2]
     assert not np.asarray(drawn)[:, 3:].any()  # nothing from `stop` on
@@ -1086,7 +1094,7 @@ def test_tokens_are_drawn_from_the_softmax_of_the_k_largest_logits_over_temperat
 def test_a_top_k_of_0_or_above_the_vocabulary_draws_from_all():
     tokenizer, model = minigpt.load_tokenizer('bytes'), tiny_model(vocab_size=257)
     ids_BT = minigpt.to_devices(np.zeros((4096, 16)))
-    found = minigpt.generate_tokens(model, ids_BT, 1, 2, 256, 0, 1.0, 0)
+    found = minigpt.generate_tokens(model, ids_BT, 1, 2, 256, jax.random.key(0), 1.0, 0)
     assert len(np.unique(np.asarray(found)[:, 1])) == 257  # an untrained model is nearly uniform
     texts = write(model, tokenizer, 'a', num_samples=4, top_k=0)
     assert texts == write(model, tokenizer, 'a', num_samples=4, top_k=1000)
@@ -1665,14 +1673,6 @@ def test_a_run_that_is_not_finite_names_the_step_and_saves_nothing_after_it(text
     assert all(np.isfinite(a).all() for a in state_of(tmp_path, step=last))
 
 
-def test_a_rate_that_is_no_number_saves_no_weights_that_are_none(text, tmp_path):
-    """The loss of step 1 is that of the weights before it, so it cannot show what they become."""
-    arguments = [*LONG, f'--data={text}', '--mesh=1,1', '--eval_every=0', '--checkpoint_every=1']
-    with pytest.raises((minigpt.UserError, minigpt.flags.Error)):
-        train(tmp_path, *arguments, '--learning_rate=nan')
-    assert not list(tmp_path.glob('checkpoints/*'))
-
-
 def test_a_run_goes_on_on_another_mesh(text, never_stopped, stopped):
     train(stopped, *LONG, f'--data={text}', '--mesh=2,4', '--dropout=0.1')
     assert rows_of(stopped)[:10] == rows_of(never_stopped['4,2'])[:10]  # of steps 0 to 9
@@ -2176,16 +2176,6 @@ def test_the_script_trains_samples_and_compiles_its_step_once(tmp_path, monkeypa
     out, err = sampled(capfd, '--prompt=One naïve day', '--num_samples=2')
     assert out.startswith('One naïve day') and out.count('One naïve day') == 2
     assert 'runs' not in out and 'runs/grammar-1x32-b4-s42, step 12' in err
-
-
-def test_a_terminal_that_cannot_show_a_character_gets_another_one(
-    never_stopped, tmp_path, monkeypatch
-):
-    with open(tmp_path / 'terminal', 'w', encoding='ascii') as terminal:
-        monkeypatch.setattr(sys, 'stdout', terminal)
-        parse('--mode=sample', '--prompt=naïve', '--mesh=1,1', f'--workdir={never_stopped["4,2"]}')
-        minigpt.main([])
-    assert (tmp_path / 'terminal').read_text().startswith('na?ve')
 
 
 def test_a_profile_that_does_not_fit_into_the_run_is_refused(text, tmp_path):
